@@ -1,0 +1,1 @@
+"""Every compiled form of the steps, proved and exported."""

@@ -1,0 +1,73 @@
+"""The one list of cases: each step with example inputs. Every compiled form is proved on it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd import steps
+
+SHAPES = ((1, 8, 6, 1), (3, 8, 6, 2), (3, 5, 9, 4))  # batch, n, m, rank
+
+
+@dataclass(frozen=True)
+class Target:
+    """One step on one set of inputs.
+
+    Attributes:
+        name: What the case is, for test ids and reports.
+        step: The eager step.
+        inputs: Its positional arguments; a fresh copy for each call of a step that ends in ``_``.
+        out: The positions of the arguments that the step writes.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    out: tuple[int, ...] = ()
+
+    def fresh_inputs(self) -> tuple[Any, ...]:
+        """Return inputs that a step may overwrite."""
+        return tuple(_clone(value) for value in self.inputs)
+
+    def run(self, form: Callable[..., Any]) -> list[Tensor]:
+        """Call one form of the step and collect all that it returns and writes."""
+        inputs = self.fresh_inputs()
+        result = form(*inputs)
+        returned = [] if result is None else [result] if isinstance(result, Tensor) else result
+        return [*returned, *(inputs[i] for i in self.out)]
+
+
+def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
+    """Yield all cases in one dtype."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    for b, n, m, r in SHAPES:
+        matrix, old, p, q, own = (
+            draw(b, n, m),
+            draw(b, n, m),
+            draw(b, r, n),
+            draw(b, r, m),
+            draw(b, r, m),
+        )
+        case = f"{b}x{n}x{m}-rank{r}"
+        yield Target(f"compute_p-{case}", steps.compute_p, (matrix, q))
+        yield Target(f"orthogonalize-{case}", steps.orthogonalize, (p,))
+        yield Target(f"orthogonalize_all-{case}", steps.orthogonalize_all, ([p, q], 0.0))
+        yield Target(f"compute_q-{case}", steps.compute_q, (matrix, p))
+        yield Target(f"reconstruct-{case}", steps.reconstruct, (p, q))
+        yield Target(f"residual-{case}", steps.residual, (matrix, p, q))
+        yield Target(f"replace_zero_rows-{case}", steps.replace_zero_rows, (p, -p))
+        yield Target(f"compress_-{case}", steps.compress_, (matrix, old, q), out=(0,))
+        yield Target(f"decompress_-{case}", steps.decompress_, (matrix, old, p, own, q), out=(0, 1))
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return [_clone(v) for v in value] if isinstance(value, list) else value

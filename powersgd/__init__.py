@@ -1,0 +1,28 @@
+"""PowerSGD gradient compression for PyTorch, as pure steps under a small state."""
+
+from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
+from powersgd.state import PowerSGDState
+from powersgd.steps import (
+    EAGER,
+    Steps,
+    compute_p,
+    compute_q,
+    orthogonalize,
+    reconstruct,
+    residual,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EAGER",
+    "PowerSGDState",
+    "Steps",
+    "batched_powerSGD_hook",
+    "compute_p",
+    "compute_q",
+    "orthogonalize",
+    "powerSGD_hook",
+    "reconstruct",
+    "residual",
+]

@@ -1,0 +1,50 @@
+"""Ranks compare what they are about to do, so that a difference is an error and not a hang."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def require_agreement(
+    facts: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise the same error on all ranks unless all of them state the same facts.
+
+    One small all-gather; two more, to name the difference, only if there is one.
+
+    Args:
+        facts: What this rank is about to do, by name; values that JSON can hold.
+        group: The process group, all of whose ranks make this call.
+        device: Where the group's backend wants its tensors.
+
+    Raises:
+        ValueError: If ranks differ; names the first differing fact and every rank's value.
+    """
+    text = json.dumps(facts).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
+    mine = torch.tensor([digest, len(text)], dtype=torch.int64, device=device)
+    digests, lengths = torch.stack(_all_gather(mine, group)).T.tolist()
+    if len(set(digests)) == 1:
+        return
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = _all_gather(padded.to(device), group)
+    raise ValueError(
+        _describe([json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)])
+    )
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
+def _describe(facts: Sequence[Mapping[str, Any]]) -> str:
+    name = next(k for k in facts[0] if any(f.get(k) != facts[0][k] for f in facts))
+    values = ", ".join(f"rank {rank} has {f.get(name)!r}" for rank, f in enumerate(facts))
+    return f"ranks disagree on {name}: {values}; it must be the same on all ranks of the group"

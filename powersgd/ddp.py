@@ -1,0 +1,118 @@
+"""The hooks for ``DistributedDataParallel.register_comm_hook``."""
+
+# DDP compares the annotations of a hook with the real classes: no `from __future__ import
+# annotations` in this file.
+
+import gc
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd.reduction import find_group, reduce_bucket
+from powersgd.state import PowerSGDState
+
+
+def powerSGD_hook(  # noqa: N802 (torch's name)
+    state: PowerSGDState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket's gradients with PowerSGD, parameter by parameter.
+
+    Drop-in for the hook of the same name in
+    ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``. Until
+    ``state.start_powerSGD_iter`` it averages plainly, equal to DDP without a hook.
+
+    Args:
+        state: Settings and memory; one for each DDP model.
+        bucket: The bucket that is ready.
+
+    Returns:
+        A future of the averaged gradients, complete once the step's last bucket was handed in.
+        If any rank had an inf or a NaN in this step, all compressed gradients are NaN on all ranks,
+        and ``state`` is as it was before the step.
+
+    Raises:
+        RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).
+        TypeError: If ``state`` is not a `powersgd.PowerSGDState`.
+        ValueError: If the state serves another model, if its process group is not DDP's, or if
+            ranks differ in their settings or models.
+
+    References:
+        Algorithms 1 and 2 of Vogels et al. (2019), arXiv:1905.13727.
+
+    Example:
+        >>> state = PowerSGDState(process_group=None, start_powerSGD_iter=10)
+        >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
+    """
+    return _run(state, bucket, is_square=False)
+
+
+def batched_powerSGD_hook(  # noqa: N802 (torch's name)
+    state: PowerSGDState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket's gradients with PowerSGD, the whole bucket as one square matrix.
+
+    Fewer, larger operations than `powerSGD_hook`, but rows and columns mean nothing here: usually a
+    much lower accuracy, above all for a rank over 1. Every bucket is compressed;
+    ``min_compression_rate`` plays no part.
+
+    Args:
+        state: Settings and memory; one for each DDP model.
+        bucket: The bucket that is ready.
+
+    Returns:
+        See `powerSGD_hook`.
+
+    Raises:
+        RuntimeError: See `powerSGD_hook`.
+        TypeError: See `powerSGD_hook`.
+        ValueError: See `powerSGD_hook`.
+
+    Example:
+        >>> state = PowerSGDState(process_group=None, start_powerSGD_iter=10)
+        >>> ddp_model.register_comm_hook(state, batched_powerSGD_hook)  # doctest: +SKIP
+    """
+    return _run(state, bucket, is_square=True)
+
+
+def _run(
+    state: PowerSGDState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    is_square: bool,
+) -> torch.futures.Future[torch.Tensor]:
+    if not isinstance(state, PowerSGDState):
+        raise TypeError(f"the hook's state must be a powersgd.PowerSGDState, got {type(state)!r}")
+    parameters = bucket.parameters()
+    is_first = bucket.index() == 0
+    if is_first and not state.has_seen_all:
+        _require_group_of_ddp(state, parameters)
+    future = reduce_bucket(
+        state,
+        bucket.buffer(),
+        parameters,
+        is_first=is_first,
+        is_last=bucket.is_last(),
+        is_square=is_square,
+    )
+    state.maybe_increase_iter(bucket)
+    return future
+
+
+def _require_group_of_ddp(state: PowerSGDState, parameters: Sequence[Tensor]) -> None:
+    # DDP does not tell a hook which group it averages over; with another one its replicas would
+    # drift apart without a word. So look for the DDP instance, once in a run.
+    mine = dist.get_process_group_ranks(find_group(state))
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), DistributedDataParallel):
+            continue
+        if any(parameter is parameters[0] for parameter in thing.parameters()):
+            theirs = dist.get_process_group_ranks(thing.process_group)
+            if mine != theirs:
+                raise ValueError(
+                    f"the state's process group has the ranks {mine}, but DDP averages over the "
+                    f"ranks {theirs}; give both the same process group"
+                )

@@ -1,0 +1,61 @@
+"""What the parameters of one bucket carry over from step to step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from powersgd.plan import Plan
+
+
+@dataclass
+class BucketState:
+    """What the parameters of one bucket carry over to the next step, in flat tensors.
+
+    The plan says where each parameter's part lies. ``None`` until the first compressed step, and
+    for what the settings switch off.
+
+    Attributes:
+        key: The settings that the plan follows; another key asks for a new plan.
+        parameters: The bucket's parameters, in the order of its buffer.
+        plan: How the bucket is sent.
+        residual: Shape ``(plan.residual_numel,)``, this rank's own.
+        q: Shape ``(plan.q_numel,)``: the next step's Q, no row zero, equal on all ranks.
+        spare: Shape of ``q``: where a new row comes from when one has died.
+    """
+
+    key: tuple[Any, ...]
+    parameters: tuple[Tensor, ...]
+    plan: Plan
+    residual: Tensor | None = None
+    q: Tensor | None = None
+    spare: Tensor | None = None
+
+
+def residual_slice(bucket: BucketState, parameter: Tensor) -> Tensor | None:
+    """View a parameter's residual, flat, in the order of its memory; None if it has none."""
+    index = next(i for i, p in enumerate(bucket.parameters) if p is parameter)
+    where = bucket.plan.residual_slices[index]
+    if bucket.residual is None or where is None:
+        return None
+    return bucket.residual.narrow(0, *where)
+
+
+def _q_slice(bucket: BucketState, flat: Tensor | None, parameter: Tensor) -> Tensor | None:
+    for group in bucket.plan.groups if flat is not None else ():
+        for i, member in enumerate(group.members):
+            if bucket.parameters[member] is parameter:
+                return group.q_block(flat)[i]  # type: ignore[arg-type]
+    return None
+
+
+def carry_over(parameter: Tensor, old: BucketState, new: BucketState) -> None:
+    """Copy what a parameter has in its old bucket into its new one, as far as the shapes agree."""
+    pairs = [
+        (residual_slice(old, parameter), residual_slice(new, parameter)),
+        (_q_slice(old, old.q, parameter), _q_slice(new, new.q, parameter)),
+        (_q_slice(old, old.spare, parameter), _q_slice(new, new.spare, parameter)),
+    ]
+    for source, target in pairs:
+        if source is not None and target is not None and source.shape == target.shape:
+            target.copy_(source)

@@ -1,0 +1,291 @@
+"""The plan of a bucket: what is compressed, how it is grouped, where everything lies.
+
+Plain frozen data, computed once per bucket from the parameters' shapes; the reduction follows it
+and the statistics read it. Offsets and counts are in elements of the bucket's flat buffer, in
+which a complex parameter is a run of real pairs.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ParameterSpec(NamedTuple):
+    """What the planner needs to know of a parameter."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_complex: bool = False
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "ParameterSpec":
+        """Read the spec off a parameter, of any dtype and layout in memory."""
+        return cls(tuple(parameter.shape), tuple(parameter.stride()), parameter.is_complex())
+
+    @property
+    def numel(self) -> int:
+        """Number of real elements."""
+        return math.prod(self.shape) * (2 if self.is_complex else 1)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Compressed matrices of one shape, which every step handles as one batch.
+
+    Attributes:
+        n: Rows.
+        m: Columns.
+        rank: ``min(n, m, matrix_approximation_rank)``.
+        members: Positions of the parameters in the bucket.
+        offsets: Where each matrix begins in the bucket's flat buffer.
+        spacing: Distance between neighbours if it is the same for all, so that the batch is a view
+            of the buffer; None if the matrices must be copied together.
+        p_offset: Where the block of P, ``(count, rank, n)``, begins among all P.
+        q_offset: Where the block of Q, ``(count, rank, m)``, begins among all Q.
+        residual_offset: Where the block ``(count, n, m)`` begins among all residuals.
+    """
+
+    n: int
+    m: int
+    rank: int
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    spacing: int | None
+    p_offset: int = 0
+    q_offset: int = 0
+    residual_offset: int = 0
+
+    @property
+    def p_numel(self) -> int:
+        """Elements of the block of P."""
+        return len(self.members) * self.rank * self.n
+
+    @property
+    def q_numel(self) -> int:
+        """Elements of the block of Q."""
+        return len(self.members) * self.rank * self.m
+
+    @property
+    def residual_numel(self) -> int:
+        """Elements of the matrices."""
+        return len(self.members) * self.n * self.m
+
+    def p_block(self, flat: Tensor) -> Tensor:
+        """View the group's P, ``(count, rank, n)``, in a flat tensor of all P."""
+        return _block(flat, self.p_offset, (len(self.members), self.rank, self.n))
+
+    def q_block(self, flat: Tensor) -> Tensor:
+        """View the group's Q, ``(count, rank, m)``, in a flat tensor of all Q."""
+        return _block(flat, self.q_offset, (len(self.members), self.rank, self.m))
+
+    def residual_block(self, flat: Tensor) -> Tensor:
+        """View the group's residuals, ``(count, n, m)``, in a flat tensor of all residuals."""
+        return _block(flat, self.residual_offset, (len(self.members), self.n, self.m))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one bucket is sent.
+
+    Attributes:
+        numel: Length of the flat buffer that the plan describes.
+        groups: The compressed matrices.
+        spans: ``(offset, numel)`` of what is sent as it is, in the flat buffer.
+        residual_slices: Per parameter ``(offset, numel)`` of its residual among all residuals, in
+            the order of its memory; None if it is not compressed.
+    """
+
+    numel: int
+    groups: tuple[Group, ...]
+    spans: tuple[tuple[int, int], ...]
+    residual_slices: tuple[tuple[int, int] | None, ...]
+
+    @property
+    def p_numel(self) -> int:
+        """Elements of all P."""
+        return sum(group.p_numel for group in self.groups)
+
+    @property
+    def q_numel(self) -> int:
+        """Elements of all Q."""
+        return sum(group.q_numel for group in self.groups)
+
+    @property
+    def residual_numel(self) -> int:
+        """Elements of all compressed matrices."""
+        return sum(group.residual_numel for group in self.groups)
+
+    @property
+    def uncompressed_numel(self) -> int:
+        """Elements that are sent as they are."""
+        return sum(numel for _, numel in self.spans)
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements that this rank hands to all-reduce in one compressed step."""
+        return self.p_numel + self.q_numel + self.uncompressed_numel
+
+
+def matrix_shape(spec: ParameterSpec) -> tuple[int, int] | None:
+    """View a parameter as a matrix without moving its memory.
+
+    Rows are the first dimension, columns all others, as in torch's hook and in section 3 of the
+    paper. Where another dimension is the outermost in memory (a transposed weight), that one gives
+    the rows: the transpose of a matrix is as low-rank as the matrix.
+
+    Args:
+        spec: A parameter of any shape and strides.
+
+    Returns:
+        ``(n, m)`` in real elements, or None for what is never compressed: fewer than 2 dimensions,
+        or empty.
+    """
+    if len(spec.shape) < 2 or spec.numel == 0:
+        return None
+    rows = spec.shape[0]
+    if rows > 1 and _is_dense(spec):
+        rows = max(zip(spec.stride, spec.shape, strict=True), key=lambda d: (d[1] > 1, d[0]))[1]
+    return rows, spec.numel // rows
+
+
+def is_worth_compressing(n: int, m: int, rank: int, min_compression_rate: float) -> bool:
+    """Apply torch's rule, ``(n + m) * rank * min_compression_rate < n * m``."""
+    return (n + m) * rank * min_compression_rate < n * m
+
+
+def make_plan(
+    specs: Sequence[ParameterSpec], rank: int, min_compression_rate: float, stack: bool = False
+) -> Plan:
+    """Plan a bucket for `powerSGD_hook`.
+
+    Args:
+        specs: The bucket's parameters, in the order in which they lie in its buffer, gapless.
+        rank: The largest rank of a factor.
+        min_compression_rate: See `is_worth_compressing`.
+        stack: Batch all matrices of a shape, also those that do not lie evenly spaced and so have
+            to be copied together.
+
+    Returns:
+        The plan; it depends on the arguments alone.
+    """
+    offsets = _offsets(specs)
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for index, spec in enumerate(specs):
+        shape = matrix_shape(spec)
+        if shape is not None and is_worth_compressing(
+            *shape, min(*shape, rank), min_compression_rate
+        ):
+            shapes.setdefault(shape, []).append(index)
+
+    groups: list[Group] = []
+    slices: list[tuple[int, int] | None] = [None] * len(specs)
+    p_offset = q_offset = residual_offset = 0
+    for (n, m), indices in shapes.items():
+        for members, spacing in _batches(indices, offsets, stack):
+            starts = tuple(offsets[index] for index in members)
+            factors = (p_offset, q_offset, residual_offset)
+            groups.append(Group(n, m, min(n, m, rank), members, starts, spacing, *factors))
+            for i, index in enumerate(members):
+                slices[index] = (residual_offset + i * n * m, n * m)
+            p_offset += groups[-1].p_numel
+            q_offset += groups[-1].q_numel
+            residual_offset += groups[-1].residual_numel
+    plain = [(o, s.numel) for o, s, c in zip(offsets, specs, slices, strict=False) if c is None]
+    return Plan(offsets[-1], tuple(groups), tuple(_merge(plain)), tuple(slices))
+
+
+def make_square_plan(specs: Sequence[ParameterSpec], rank: int) -> Plan:
+    """Plan a bucket for `batched_powerSGD_hook`: the smallest square matrix that holds all of it.
+
+    Args:
+        specs: The bucket's parameters, in the order in which they lie in its buffer, gapless.
+        rank: The largest rank of a factor.
+
+    Returns:
+        A plan for the buffer padded to ``numel`` elements; one group with one matrix, or none if
+        the bucket is empty.
+    """
+    offsets = _offsets(specs)
+    side = math.isqrt(max(offsets[-1] - 1, 0)) + 1 if offsets[-1] else 0
+    groups = (Group(side, side, min(side, rank), (0,), (0,), 0),) if side else ()
+    slices = tuple((o, spec.numel) for o, spec in zip(offsets, specs, strict=False))
+    return Plan(side * side, groups, (), slices)
+
+
+def batch(buffer: Tensor, group: Group) -> Tensor:
+    """Collect a group's matrices.
+
+    Args:
+        buffer: The bucket's flat buffer, shape ``(numel,)``.
+        group: Which matrices.
+
+    Returns:
+        Shape ``(count, n, m)``: a view of the buffer if the group is evenly spaced, or else a copy,
+        see `unbatch_`.
+    """
+    if group.spacing is not None:
+        size, stride = (len(group.members), group.n, group.m), (group.spacing, group.m, 1)
+        return buffer[group.offsets[0] :].as_strided(size, stride)
+    return torch.stack([_block(buffer, offset, (group.n, group.m)) for offset in group.offsets])
+
+
+def unbatch_(buffer: Tensor, group: Group, matrices: Tensor) -> None:
+    """Write a group's matrices back into the buffer, where `batch` has copied them."""
+    if group.spacing is None:
+        for offset, matrix in zip(group.offsets, matrices, strict=True):
+            _block(buffer, offset, (group.n, group.m)).copy_(matrix)
+
+
+def _block(flat: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+    return flat[offset : offset + math.prod(shape)].view(shape)
+
+
+def _is_dense(spec: ParameterSpec) -> bool:
+    # What ATen calls non-overlapping and dense: DDP lays such a gradient out like its parameter,
+    # and every other one row by row.
+    expected = 1
+    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _offsets(specs: Sequence[ParameterSpec]) -> list[int]:
+    offsets = [0]
+    for spec in specs:
+        offsets.append(offsets[-1] + spec.numel)
+    return offsets
+
+
+def _batches(
+    indices: Sequence[int], offsets: Sequence[int], stack: bool
+) -> Iterable[tuple[tuple[int, ...], int | None]]:
+    # Greedy split into the longest evenly spaced batches, from the left.
+    gaps = [offsets[b] - offsets[a] for a, b in itertools.pairwise(indices)]
+    if stack and len(set(gaps)) > 1:
+        yield tuple(indices), None
+        return
+    start = 0
+    while start < len(indices):
+        stop = start + 1
+        while stop < len(indices) and gaps[stop - 1] == gaps[start]:
+            stop += 1
+        yield tuple(indices[start:stop]), gaps[start] if stop > start + 1 else 0
+        start = stop
+
+
+def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for offset, numel in spans:
+        if merged and sum(merged[-1]) == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + numel)
+        elif numel:
+            merged.append((offset, numel))
+    return merged

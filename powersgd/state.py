@@ -1,0 +1,304 @@
+"""The state of one model's compression: settings, statistics and what each parameter carries over.
+
+It starts no collective. All that a step changes here it changes at its end, once the step is known
+to be good on all ranks; until then the state is as it was.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from powersgd.arguments import flag, integer, number
+from powersgd.memory import BucketState, carry_over, residual_slice
+from powersgd.plan import Plan
+from powersgd.steps import EAGER, Steps
+
+logger = logging.getLogger(__name__)
+
+
+class Bucket(Protocol):
+    """The part of ``torch.distributed.GradBucket`` that the state reads."""
+
+    def is_last(self) -> bool:
+        """Tell whether this is the step's last bucket."""
+        ...
+
+
+class PowerSGDState:
+    r"""Settings and memory of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
+
+    The first ten arguments have the names, order, defaults and meaning of
+    ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``.
+
+    Memory, from the first compressed step on: with error feedback one buffer of the size of the
+    compressed gradients, with warm start twice the size of all Q.
+
+    Args:
+        process_group: DDP's process group; None means the default group.
+        matrix_approximation_rank: Largest rank of the factors, >= 1. Typically 1 to 4; double it
+            until the accuracy is right.
+        start_powerSGD_iter: Steps of plain averaging before compression starts, >= 0, and >= 2 with
+            error feedback or warm start. About 10 % of all steps is a good start.
+        min_compression_rate: A matrix ``(n, m)`` is compressed if
+            ``(n + m) * rank * min_compression_rate < n * m``; > 0.
+        use_error_feedback: Add what compression left out to the next step's gradient.
+        warm_start: Start from the last step's Q, not from a random one.
+        orthogonalization_epsilon: Added to the norms in orthogonalization, >= 0. Zero rows and
+            dependent rows are safe without it.
+        random_seed: Seeds the random Q; any integer, the same on all ranks.
+        compression_stats_logging_frequency: Log the statistics every so many steps; below 1 is 1.
+        batch_tensors_with_same_shape: Batch all matrices of a shape, also where they have to be
+            copied together. Those that lie evenly spaced are always batched, without a copy.
+        steps: The implementation of the steps; `powersgd.EAGER` or a compiled form of it.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+        >>> state.compression_stats()
+        (0, 0, 0)
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803 (torch's name)
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        steps: Steps = EAGER,
+    ) -> None:
+        if process_group is not None and not callable(getattr(process_group, "size", None)):
+            raise ValueError(
+                f"process_group is {process_group!r}, but must be None or a process group with "
+                "this rank in it"
+            )
+        if not isinstance(steps, Steps):
+            raise ValueError(f"steps is {steps!r}, but must be a powersgd.Steps such as EAGER")
+        self.process_group = process_group
+        self.matrix_approximation_rank = integer(
+            "matrix_approximation_rank", matrix_approximation_rank, 1
+        )
+        self.start_powerSGD_iter = integer("start_powerSGD_iter", start_powerSGD_iter, 0)
+        self.min_compression_rate = number("min_compression_rate", min_compression_rate, "> 0")
+        self.use_error_feedback = flag("use_error_feedback", use_error_feedback)
+        self.warm_start = flag("warm_start", warm_start)
+        self.orthogonalization_epsilon = number(
+            "orthogonalization_epsilon", orthogonalization_epsilon, ">= 0"
+        )
+        self.random_seed = integer("random_seed", random_seed)
+        self.compression_stats_logging_frequency = max(
+            1, integer("compression_stats_logging_frequency", compression_stats_logging_frequency)
+        )
+        self.batch_tensors_with_same_shape = flag(
+            "batch_tensors_with_same_shape", batch_tensors_with_same_shape
+        )
+        if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
+            raise ValueError(
+                f"start_powerSGD_iter is {self.start_powerSGD_iter}, but must be >= 2 with "
+                "use_error_feedback or warm_start, because DDP rebuilds its buckets after the "
+                "first step"
+            )
+        self.steps = steps
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
+        # The buckets of the running step whose collectives are on their way; the reduction's.
+        self.in_flight: list[Any] = []
+        self._positions: dict[Tensor, tuple[str, int]] = {}
+        self.has_seen_all = False  # the parameters of one whole step
+        self._buckets: dict[Tensor, BucketState] = {}
+        logger.info("PowerSGD config: %s", self.settings())
+
+    def settings(self) -> dict[str, int | float | bool]:
+        """Return what all ranks must agree on, by name."""
+        return {
+            "matrix_approximation_rank": self.matrix_approximation_rank,
+            "start_powerSGD_iter": self.start_powerSGD_iter,
+            "min_compression_rate": self.min_compression_rate,
+            "use_error_feedback": self.use_error_feedback,
+            "warm_start": self.warm_start,
+            "orthogonalization_epsilon": self.orthogonalization_epsilon,
+            "random_seed": self.random_seed,
+            "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
+            "batch_tensors_with_same_shape": self.batch_tensors_with_same_shape,
+            "iter": self.iter,
+        }
+
+    def is_warming_up(self) -> bool:
+        """Tell whether gradients are still averaged without compression."""
+        return self.iter < self.start_powerSGD_iter
+
+    def maybe_increase_iter(self, bucket: Bucket) -> None:
+        """Count a step when its last bucket is done, and log when compression starts.
+
+        Args:
+            bucket: The bucket that is done.
+        """
+        if not bucket.is_last():
+            return
+        self.iter += 1
+        if self.iter == self.start_powerSGD_iter:
+            logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Return the compression so far, over all compressed steps.
+
+        Sparse gradients, which are never compressed, are not counted.
+
+        Returns:
+            ``(rate, numel_before, numel_after)``: elements of the gradients, elements handed to
+            all-reduce by this rank, and their ratio (0 before the first compressed step).
+        """
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after > 0 else 0, before, after)
+
+    def count(self, plans: Sequence[Plan], numel: int) -> None:
+        """Add one compressed step to the statistics, and log them when it is time.
+
+        Args:
+            plans: The plans of the step's buckets.
+            numel: Elements of the gradients in these buckets.
+        """
+        self.total_numel_before_compression += numel
+        self.total_numel_after_compression += sum(plan.sent_numel for plan in plans)
+        if self.iter < self.next_stats_report:
+            return
+        rate, before, after = self.compression_stats()
+        logger.info(
+            "Compression stats: iter %s, total before compression %s, total after compression %s, "
+            "rate %s",
+            self.iter,
+            before,
+            after,
+            rate,
+        )
+        self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+    def residual(self, parameter: Tensor) -> Tensor | None:
+        """Return a copy of what this rank still owes to a parameter's gradient.
+
+        Args:
+            parameter: A parameter of the model that this state serves.
+
+        Returns:
+            Shape and strides of ``parameter``; None if the parameter has no residual (not
+            compressed, no error feedback, or no compressed step yet).
+        """
+        bucket = self._buckets.get(parameter)
+        flat = None if bucket is None else residual_slice(bucket, parameter)
+        if flat is None:
+            return None
+        if parameter.is_complex():
+            flat = torch.view_as_complex(flat.view(-1, 2))
+        order = sorted(range(parameter.dim()), key=lambda d: (-parameter.stride()[d], d))
+        inverse = sorted(range(parameter.dim()), key=order.__getitem__)
+        return flat.view([parameter.size(d) for d in order]).permute(inverse).clone()
+
+    def register(self, parameters: Sequence[Tensor], kind: str, is_first: bool) -> None:
+        """Learn the model's parameters, bucket by bucket, during the first step.
+
+        Args:
+            parameters: A bucket's parameters, in the order of its buffer.
+            kind: What DDP keeps apart when it fills its buckets: the dtype, or sparse gradients.
+            is_first: Whether this is the step's first bucket.
+
+        Raises:
+            ValueError: If the parameters belong to another model than the ones seen so far.
+        """
+        unknown = sum(parameter not in self._positions for parameter in parameters)
+        if not unknown:
+            return
+        if unknown < len(parameters) or self.has_seen_all or (is_first and self._positions):
+            raise ValueError(
+                f"one PowerSGDState serves one model: it serves one of {len(self._positions)} "
+                f"parameters and now got a bucket with {unknown} others; make a new PowerSGDState "
+                "for each DDP model"
+            )
+        # DDP fills its first buckets from the model's last parameter on, each kind on its own.
+        # Counted from the end, a position does not depend on the size of the buckets.
+        start = sum(k == kind for k, _ in self._positions.values())
+        for i, parameter in enumerate(reversed(parameters)):
+            self._positions[parameter] = (kind, start + i)
+
+    def find_bucket(self, parameters: Sequence[Tensor], key: tuple[Any, ...]) -> BucketState | None:
+        """Look up the bucket of exactly these parameters under exactly this key."""
+        bucket = self._buckets.get(parameters[0])
+        if bucket is None or bucket.key != key or len(bucket.parameters) != len(parameters):
+            return None
+        same = all(a is b for a, b in zip(bucket.parameters, parameters, strict=True))
+        return bucket if same else None
+
+    def add_bucket(self, bucket: BucketState, like: Tensor) -> None:
+        """Take in a new bucket; its parameters bring along what they had in their old buckets.
+
+        Args:
+            bucket: The new bucket, without memory.
+            like: A tensor of the dtype and device that its memory gets.
+        """
+        old = [self._buckets.get(parameter) for parameter in bucket.parameters]
+        if any(o is not None and (o.residual is not None or o.q is not None) for o in old):
+            self.allocate(bucket, like)
+            for parameter, source in zip(bucket.parameters, old, strict=True):
+                if source is not None:
+                    carry_over(parameter, source, bucket)
+        for parameter in bucket.parameters:
+            self._buckets[parameter] = bucket
+
+    def allocate(self, bucket: BucketState, like: Tensor) -> None:
+        """Create what the settings ask for and the bucket does not have yet.
+
+        Args:
+            bucket: A bucket of this state.
+            like: A tensor of the dtype and device to use.
+        """
+        if self.use_error_feedback and bucket.residual is None:
+            bucket.residual = like.new_zeros(bucket.plan.residual_numel)
+        if self.warm_start and bucket.q is None:
+            bucket.q = self.draw_q(bucket, like)
+            bucket.spare = bucket.q.clone()
+
+    def draw_q(self, bucket: BucketState, like: Tensor) -> Tensor:
+        """Draw a random, orthonormal Q, the same on all ranks, without touching a global generator.
+
+        The seed is made of the random seed, the step and the parameter's position in the model, so
+        that neither the order of the buckets nor their number matters.
+
+        Args:
+            bucket: A bucket of this state.
+            like: A tensor of the dtype and device to use.
+
+        Returns:
+            Shape ``(bucket.plan.q_numel,)``.
+        """
+        if not bucket.plan.groups:
+            return like.new_empty(0)
+        factors = []
+        for group in bucket.plan.groups:
+            draws = []
+            for member in group.members:
+                position = self._positions[bucket.parameters[member]]
+                seed = _mix(self.random_seed, self.iter, *position)
+                generator = torch.Generator().manual_seed(seed)
+                draws.append(torch.randn(group.rank, group.m, generator=generator))
+            factors.append(torch.stack(draws).to(like))
+        units = self.steps.orthogonalize_all(factors, self.orthogonalization_epsilon)
+        return torch.cat([unit.flatten() for unit in units])
+
+
+def _mix(*parts: int | str) -> int:
+    # Neighbouring seeds, steps and positions must not give related streams.
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
