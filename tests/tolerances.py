@@ -12,7 +12,7 @@ RTOL = {
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
-    """Compare to rounding in ``actual``'s dtype: ``scale`` times the table, of the largest entry."""
+    """Compare to rounding in ``actual``'s dtype, relative to the largest entry."""
     largest = max(float(expected.abs().max()), 1e-300) if expected.numel() else 1.0
     torch.testing.assert_close(
         actual.double(), expected.double(), rtol=0, atol=scale * RTOL[actual.dtype] * largest
