@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd import steps
+from powersgd import orthogonalization, steps
 
 SHAPES = ((1, 8, 6, 1), (3, 8, 6, 2), (3, 5, 9, 4))  # batch, n, m, rank
 
@@ -57,8 +57,10 @@ def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
         )
         case = f"{b}x{n}x{m}-rank{r}"
         yield Target(f"compute_p-{case}", steps.compute_p, (matrix, q))
-        yield Target(f"orthogonalize-{case}", steps.orthogonalize, (p,))
-        yield Target(f"orthogonalize_all-{case}", steps.orthogonalize_all, ([p, q], 0.0))
+        yield Target(f"orthogonalize-{case}", orthogonalization.orthogonalize, (p,))
+        yield Target(
+            f"orthogonalize_all-{case}", orthogonalization.orthogonalize_all, ([p, q], 0.0)
+        )
         yield Target(f"compute_q-{case}", steps.compute_q, (matrix, p))
         yield Target(f"reconstruct-{case}", steps.reconstruct, (p, q))
         yield Target(f"residual-{case}", steps.residual, (matrix, p, q))

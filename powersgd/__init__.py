@@ -1,13 +1,13 @@
 """PowerSGD gradient compression for PyTorch, as pure steps under a small state."""
 
 from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
+from powersgd.orthogonalization import orthogonalize
 from powersgd.state import PowerSGDState
 from powersgd.steps import (
     EAGER,
     Steps,
     compute_p,
     compute_q,
-    orthogonalize,
     reconstruct,
     residual,
 )

@@ -11,19 +11,18 @@ gradient of the step NaN on all ranks, so that no optimizer applies what the res
 No flag has to travel for this: a non-finite gradient makes P non-finite, and sums of it stay so.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from powersgd.agreement import require_agreement
+from powersgd.compression import Compression, compress, decompress_if_, project
 from powersgd.memory import BucketState
-from powersgd.plan import ParameterSpec, Plan, batch, make_plan, make_square_plan, unbatch_
+from powersgd.plan import ParameterSpec, make_plan, make_square_plan
 from powersgd.state import PowerSGDState
-from powersgd.steps import Steps, replace_zero_rows
 
 Future = torch.futures.Future[Tensor]
 
@@ -36,19 +35,7 @@ class _InFlight:
     buffer: Tensor  # what the front end gets back
     message: Tensor  # what the running collective sums up
     work: dist.Work | None
-    compression: "_Compression | None" = None  # None: plain averaging
-
-
-@dataclass
-class _Compression:
-    """What a compressed bucket carries from one phase of the step to the next, lists by group."""
-
-    bucket: BucketState
-    flat: Tensor  # the buffer that the plan describes
-    matrices: list[Tensor] = field(default_factory=list)  # gradient plus residual
-    masks: list[Tensor | None] = field(default_factory=list)  # 0 where a parameter was unused
-    p: list[Tensor] = field(default_factory=list)  # orthonormal
-    q_local: list[Tensor] = field(default_factory=list)  # before the all-reduce
+    compression: Compression | None = None  # None: plain averaging
 
 
 def find_group(state: PowerSGDState) -> dist.ProcessGroup:
@@ -112,7 +99,7 @@ def reduce_bucket(
             in_flight = (
                 _start_plain(buffer, group)
                 if state.is_warming_up()
-                else _start_p(state, bucket, buffer, group)
+                else _start_compressed(state, bucket, buffer, group)
             )
         state.in_flight.append(in_flight)
         if is_last:
@@ -168,60 +155,30 @@ def _start_plain(buffer: Tensor, group: dist.ProcessGroup) -> _InFlight:
     return _InFlight(_new_future(buffer.device), buffer, buffer, _all_reduce(buffer, group))
 
 
-def _start_p(
+def _start_compressed(
     state: PowerSGDState, bucket: BucketState, buffer: Tensor, group: dist.ProcessGroup
 ) -> _InFlight:
-    plan = bucket.plan
-    state.allocate(bucket, buffer)
-    q = state.draw_q(bucket, buffer) if bucket.q is None else bucket.q
-    flat = buffer
-    if plan.numel > buffer.numel():  # the square matrix has room to spare
-        flat = torch.nn.functional.pad(buffer, (0, plan.numel - buffer.numel()))
-    compression = _Compression(bucket, flat)
-    pieces = []
-    for shape in plan.groups:
-        matrix = batch(flat, shape)
-        mask = _mask_unused(matrix, [bucket.parameters[i] for i in shape.members])
-        residual = None if bucket.residual is None else shape.residual_block(bucket.residual)
-        p = state.steps.compress_(matrix, residual, shape.q_block(q))
-        compression.matrices.append(matrix)
-        compression.masks.append(mask)
-        pieces.append(p if mask is None else p * mask)
-    pieces += [flat[offset : offset + numel] for offset, numel in plan.spans]
-    message = _flatten(pieces, buffer)
+    compression, message = compress(state, bucket, buffer)
     work = _all_reduce(message, group)
     return _InFlight(_new_future(buffer.device), buffer, message, work, compression)
-
-
-def _mask_unused(matrix: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
-    # A parameter that this rank did not use this step gets nothing and keeps its residual: if no
-    # rank used it, DDP throws the average away. Its gradient is None, and zero in the bucket.
-    unused = [parameter.grad is None for parameter in parameters]
-    if not any(unused):
-        return None
-    has_gradient = [matrix[i].any() if u else matrix.new_ones(()) for i, u in enumerate(unused)]
-    return torch.stack(has_gradient).to(matrix.dtype).view(-1, 1, 1)
-
-
-def _flatten(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
 
 
 def _finish_step(state: PowerSGDState, group: dist.ProcessGroup) -> None:
     step: list[_InFlight] = list(state.in_flight)
     state.in_flight.clear()
-    compressed = [f for f in step if f.compression is not None]
     _wait(step)
-    finite = _is_finite(step) if compressed else None
-    for in_flight in compressed:
-        _start_q(state, in_flight, group)
-    _wait(compressed)
-    if finite is not None:
-        finite = finite & _is_finite(compressed)
-        for in_flight in compressed:
-            _finish_bucket(state, in_flight, finite)
-        plans = [f.compression.bucket.plan for f in compressed if f.compression]
-        state.count(plans, sum(f.buffer.numel() for f in compressed))
+    compressed = [(f, f.compression) for f in step if f.compression is not None]
+    if compressed:
+        finite = _is_finite(step)
+        for in_flight, compression in compressed:
+            in_flight.message = project(state, compression, in_flight.message, group.size())
+            in_flight.work = _all_reduce(in_flight.message, group)
+        _wait(step)
+        finite = finite & _is_finite(step)
+        for in_flight, compression in compressed:
+            decompress_if_(finite, state, compression, in_flight.message)
+        plans = [compression.bucket.plan for _, compression in compressed]
+        state.count(plans, sum(in_flight.buffer.numel() for in_flight, _ in compressed))
     state.has_seen_all = True
     for in_flight in step:
         in_flight.future.set_result(in_flight.buffer)
@@ -231,6 +188,7 @@ def _wait(step: Sequence[_InFlight]) -> None:
     for in_flight in step:
         if in_flight.work is not None:
             in_flight.work.wait()
+            in_flight.work = None
 
 
 def _is_finite(step: Sequence[_InFlight]) -> Tensor:
@@ -241,75 +199,3 @@ def _is_finite(step: Sequence[_InFlight]) -> Tensor:
         values = message._values() if message.is_sparse else message
         total = total + (values * 0).sum(dtype=torch.float32)
     return total == 0
-
-
-def _start_q(state: PowerSGDState, in_flight: _InFlight, group: dist.ProcessGroup) -> None:
-    compression = in_flight.compression
-    assert compression is not None
-    plan = compression.bucket.plan
-    _scatter_plain(plan, in_flight)
-    # The message holds the mean of P, where torch adds its epsilon to the sum.
-    epsilon = state.orthogonalization_epsilon / group.size()
-    factors = [shape.p_block(in_flight.message) for shape in plan.groups]
-    compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
-    for matrix, p, mask in zip(compression.matrices, compression.p, compression.masks, strict=True):
-        q = state.steps.compute_q(matrix, p)
-        compression.q_local.append(q if mask is None else q * mask)
-    in_flight.message = _flatten(compression.q_local, in_flight.buffer)
-    in_flight.work = _all_reduce(in_flight.message, group)
-
-
-def _scatter_plain(plan: Plan, in_flight: _InFlight) -> None:
-    position = plan.p_numel
-    for offset, numel in plan.spans:
-        in_flight.buffer[offset : offset + numel] = in_flight.message[position : position + numel]
-        position += numel
-
-
-def _finish_bucket(state: PowerSGDState, in_flight: _InFlight, finite: Tensor) -> None:
-    compression = in_flight.compression
-    assert compression is not None
-    bucket = compression.bucket
-    for i, shape in enumerate(bucket.plan.groups):
-        matrix = compression.matrices[i]
-        residual = None if bucket.residual is None else shape.residual_block(bucket.residual)
-        factors = (compression.p[i], compression.q_local[i], shape.q_block(in_flight.message))
-        if finite.is_cpu and finite:  # asking a GPU would make the host wait
-            state.steps.decompress_(matrix, residual, *factors)
-        else:
-            _decompress_if_(finite, state.steps, matrix, residual, *factors)
-        unbatch_(compression.flat, shape, matrix)
-    if compression.flat is not in_flight.buffer:
-        in_flight.buffer.copy_(compression.flat[: in_flight.buffer.numel()])
-    if bucket.q is not None and bucket.plan.groups:
-        _update_q(state, bucket, in_flight.message, finite)
-
-
-def _decompress_if_(
-    finite: Tensor,
-    steps: Steps,
-    matrix: Tensor,
-    residual: Tensor | None,
-    p: Tensor,
-    q_local: Tensor,
-    q: Tensor,
-) -> None:
-    fresh = None if residual is None else torch.empty_like(residual)
-    steps.decompress_(matrix, fresh, p, q_local, torch.where(finite, q, math.nan))
-    if fresh is not None and residual is not None:
-        torch.where(finite, fresh, residual, out=residual)
-
-
-def _update_q(state: PowerSGDState, bucket: BucketState, q: Tensor, finite: Tensor) -> None:
-    assert bucket.q is not None
-    assert bucket.spare is not None
-    factors = [shape.q_block(q) for shape in bucket.plan.groups]
-    units = state.steps.orthogonalize_all(factors, state.orthogonalization_epsilon)
-    # A dead row gets another random direction each step; half of its last one stays in it, so that
-    # a parameter that was unused for a step keeps its warm start.
-    fresh = (bucket.q + torch.roll(bucket.spare, state.iter)) / 2
-    rows = [
-        replace_zero_rows(unit, shape.q_block(fresh))
-        for unit, shape in zip(units, bucket.plan.groups, strict=True)
-    ]
-    torch.where(finite, _flatten(rows, q), bucket.q, out=bucket.q)

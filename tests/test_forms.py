@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from compiled.targets import Target, targets
-from powersgd import steps
-from powersgd.steps import compute_p, compute_q, orthogonalize, reconstruct, residual
+from powersgd import compute_p, compute_q, orthogonalize, reconstruct, residual, steps
 
 from .tolerances import assert_close
 

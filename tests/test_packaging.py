@@ -15,11 +15,12 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up; a module imports only from rows above its own.
 LAYERS = (
-    ("steps", "arguments"),
+    ("orthogonalization", "arguments"),
+    ("steps",),
     ("plan",),
     ("memory",),
     ("state",),
-    ("agreement",),
+    ("compression", "agreement"),
     ("reduction",),
     ("ddp",),
     ("__init__",),

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from powersgd import steps
-from powersgd.steps import compute_p, compute_q, orthogonalize, reconstruct, residual
+from powersgd import compute_p, compute_q, orthogonalize, reconstruct, residual, steps
+from powersgd.orthogonalization import orthogonalize_all
 
 from .reference import gram_schmidt
 from .tolerances import DTYPES, assert_close
@@ -108,7 +108,7 @@ def test_orthogonalize_rejects_more_rows_than_columns() -> None:
 
 def test_orthogonalize_all_equals_one_by_one() -> None:
     factors = [torch.randn(2, 3, 9), torch.randn(1, 1, 4), torch.randn(3, 2, 7)]
-    for together, factor in zip(steps.orthogonalize_all(factors), factors, strict=True):
+    for together, factor in zip(orthogonalize_all(factors), factors, strict=True):
         assert_close(together, orthogonalize(factor))
 
 

@@ -1,0 +1,163 @@
+"""One bucket through one compressed step: the three phases between its two all-reduces.
+
+It starts no collective, and it changes the state in the last phase only.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from powersgd.memory import BucketState
+from powersgd.plan import batch, unbatch_
+from powersgd.state import PowerSGDState
+from powersgd.steps import Steps, replace_zero_rows
+
+
+@dataclass
+class Compression:
+    """What a compressed bucket carries from one phase of the step to the next, lists by group."""
+
+    bucket: BucketState
+    buffer: Tensor  # the bucket's gradients
+    flat: Tensor  # the buffer that the plan describes: the same one, or padded to a square
+    matrices: list[Tensor] = field(default_factory=list)  # gradient plus residual
+    masks: list[Tensor | None] = field(default_factory=list)  # 0 where a parameter was unused
+    p: list[Tensor] = field(default_factory=list)  # orthonormal
+    q_local: list[Tensor] = field(default_factory=list)  # before the all-reduce
+
+
+def compress(
+    state: PowerSGDState, bucket: BucketState, buffer: Tensor
+) -> tuple[Compression, Tensor]:
+    """Add the residuals to a bucket's gradients and compute P.
+
+    Args:
+        state: The state, of which only missing memory is allocated.
+        bucket: The bucket's part of the state. Not changed.
+        buffer: The bucket's gradients, shape ``(numel,)``; residuals are added to them.
+
+    Returns:
+        What the next phases need, and this rank's message: all P and everything uncompressed, flat.
+    """
+    plan = bucket.plan
+    state.allocate(bucket, buffer)
+    q = state.draw_q(bucket, buffer) if bucket.q is None else bucket.q
+    flat = buffer
+    if plan.numel > buffer.numel():  # the square matrix has room to spare
+        flat = torch.nn.functional.pad(buffer, (0, plan.numel - buffer.numel()))
+    compression = Compression(bucket, buffer, flat)
+    pieces = []
+    for shape in plan.groups:
+        matrix = batch(flat, shape)
+        mask = _mask_unused(matrix, [bucket.parameters[i] for i in shape.members])
+        residual = None if bucket.residual is None else shape.residual_block(bucket.residual)
+        p = state.steps.compress_(matrix, residual, shape.q_block(q))
+        compression.matrices.append(matrix)
+        compression.masks.append(mask)
+        pieces.append(p if mask is None else p * mask)
+    pieces += [flat[offset : offset + numel] for offset, numel in plan.spans]
+    return compression, _flatten(pieces, buffer)
+
+
+def _mask_unused(matrix: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
+    # A parameter that this rank did not use this step gets nothing and keeps its residual: if no
+    # rank used it, DDP throws the average away. Its gradient is None, and zero in the bucket.
+    unused = [parameter.grad is None for parameter in parameters]
+    if not any(unused):
+        return None
+    has_gradient = [matrix[i].any() if u else matrix.new_ones(()) for i, u in enumerate(unused)]
+    return torch.stack(has_gradient).to(matrix.dtype).view(-1, 1, 1)
+
+
+def _flatten(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
+
+
+def project(
+    state: PowerSGDState, compression: Compression, message: Tensor, world_size: int
+) -> Tensor:
+    """Compute this rank's Q from the averaged P, and write the uncompressed averages.
+
+    Args:
+        state: The state. Not changed.
+        compression: From `compress`.
+        message: The mean over ranks of what `compress` returned.
+        world_size: Number of ranks.
+
+    Returns:
+        This rank's message: all Q, flat.
+    """
+    plan = compression.bucket.plan
+    position = plan.p_numel
+    for offset, numel in plan.spans:
+        compression.buffer[offset : offset + numel] = message[position : position + numel]
+        position += numel
+    # The message holds the mean of P, where torch adds its epsilon to the sum.
+    epsilon = state.orthogonalization_epsilon / world_size
+    factors = [shape.p_block(message) for shape in plan.groups]
+    compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
+    for matrix, p, mask in zip(compression.matrices, compression.p, compression.masks, strict=True):
+        q = state.steps.compute_q(matrix, p)
+        compression.q_local.append(q if mask is None else q * mask)
+    return _flatten(compression.q_local, message)
+
+
+def decompress_if_(
+    finite: Tensor, state: PowerSGDState, compression: Compression, message: Tensor
+) -> None:
+    """End the step for one bucket: averaged gradients into its buffer, new residuals and Q.
+
+    Args:
+        finite: 0-dim bool, equal on all ranks. If False, the compressed gradients become NaN and
+            the state stays as it is.
+        state: The state.
+        compression: From `compress` and `project`.
+        message: The mean over ranks of what `project` returned.
+    """
+    bucket, buffer, flat = compression.bucket, compression.buffer, compression.flat
+    for i, shape in enumerate(bucket.plan.groups):
+        matrix = compression.matrices[i]
+        residual = None if bucket.residual is None else shape.residual_block(bucket.residual)
+        factors = (compression.p[i], compression.q_local[i], shape.q_block(message))
+        if finite.is_cpu and finite:  # asking a GPU would make the host wait
+            state.steps.decompress_(matrix, residual, *factors)
+        else:
+            _decompress_masked_(finite, state.steps, matrix, residual, *factors)
+        unbatch_(flat, shape, matrix)
+    if flat is not buffer:
+        buffer.copy_(flat[: buffer.numel()])
+    if bucket.q is not None and bucket.plan.groups:
+        _update_q(state, bucket, message, finite)
+
+
+def _decompress_masked_(
+    finite: Tensor,
+    steps: Steps,
+    matrix: Tensor,
+    residual: Tensor | None,
+    p: Tensor,
+    q_local: Tensor,
+    q: Tensor,
+) -> None:
+    fresh = None if residual is None else torch.empty_like(residual)
+    steps.decompress_(matrix, fresh, p, q_local, torch.where(finite, q, math.nan))
+    if fresh is not None and residual is not None:
+        torch.where(finite, fresh, residual, out=residual)
+
+
+def _update_q(state: PowerSGDState, bucket: BucketState, q: Tensor, finite: Tensor) -> None:
+    assert bucket.q is not None
+    assert bucket.spare is not None
+    factors = [shape.q_block(q) for shape in bucket.plan.groups]
+    units = state.steps.orthogonalize_all(factors, state.orthogonalization_epsilon)
+    # A dead row gets another random direction each step; half of its last one stays in it, so that
+    # a parameter that was unused for a step keeps its warm start.
+    fresh = (bucket.q + torch.roll(bucket.spare, state.iter)) / 2
+    rows = [
+        replace_zero_rows(unit, shape.q_block(fresh))
+        for unit, shape in zip(units, bucket.plan.groups, strict=True)
+    ]
+    torch.where(finite, _flatten(rows, q), bucket.q, out=bucket.q)
