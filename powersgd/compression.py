@@ -101,8 +101,25 @@ def project(
     compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
     for matrix, p, mask in zip(compression.matrices, compression.p, compression.masks, strict=True):
         q = state.steps.compute_q(matrix, p)
-        compression.q_local.append(q if mask is None else q * mask)
+        q = q if mask is None else q * mask
+        if compression.bucket.residual is not None:
+            q = _refuse_overflow(state.steps, matrix, p, q)
+        compression.q_local.append(q)
     return _flatten(compression.q_local, message)
+
+
+def _refuse_overflow(steps: Steps, matrix: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    # A residual whose products overflow would spoil every later step, however small the gradients.
+    # So a step that would leave one is made a bad step, by a NaN in Q, which all ranks see.
+    largest = torch.finfo(q.dtype).max
+    is_half = q.dtype == torch.float16  # close enough to common gradients to look each time
+    if not is_half and not (q.is_cpu and q.abs().amax() > largest * 2.0**-16):
+        return q
+    left = steps.residual(*(tensor.to(torch.float64) for tensor in (matrix, p, q))).square()
+    # Rows and columns bound the next P and Q; the whole norm, where there is room, never grows.
+    sizes = [left.sum(dim=-1).amax(), left.sum(dim=-2).amax()] if is_half else [left.sum()]
+    is_safe = torch.stack(sizes).amax().sqrt() <= largest / 2
+    return torch.where(is_safe, q, math.nan)
 
 
 def decompress_if_(

@@ -140,9 +140,12 @@ def _find_bucket(
 def _all_reduce(message: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     if not message.is_sparse and not message.numel():
         return None
-    # Divide first: the sum of two finite half-precision numbers need not be finite. A product, as
-    # in DDP itself, so that plain averaging is equal to DDP's to the bit.
-    message.mul_(1.0 / group.size())
+    # Divide first: the sum of two finite half-precision numbers need not be finite. As DDP itself
+    # does it, so that plain averaging is equal to DDP's to the bit.
+    if message.is_sparse:
+        message.div_(group.size())
+    else:
+        message.mul_(1.0 / group.size())
     work: dist.Work | None = dist.all_reduce(message, group=group, async_op=True)
     return work
 

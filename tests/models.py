@@ -5,9 +5,11 @@ the ranks and the test make the same ones, so a test knows every input to roundi
 """
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import math
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -212,10 +214,11 @@ Outcome = list[list[Step]] | str
 
 def run_cases(rank: int, cases: Iterable[Case]) -> dict[str, list[Step] | str | None]:
     """The function for ``run_ranks``: each case in a process group of its own."""
+    faulthandler.dump_traceback_later(150, file=sys.__stderr__)  # a rank that hangs says where
     gc.freeze()  # whoever walks all objects need not walk torch's for every case
     results: dict[str, list[Step] | str | None] = {}
     for case in cases:
-        group = dist.new_group(case.members, timeout=timedelta(seconds=20))
+        group = dist.new_group(case.members, timeout=timedelta(seconds=60))
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             results[case.name] = None
             continue
@@ -223,6 +226,7 @@ def run_cases(rank: int, cases: Iterable[Case]) -> dict[str, list[Step] | str | 
             results[case.name] = list(_train(case, None if case.default_group else group))
         except Exception:
             results[case.name] = traceback.format_exc()
+    faulthandler.cancel_dump_traceback_later()
     return results
 
 
@@ -278,13 +282,12 @@ def real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
-def mean_input(case: Case, step: int, name: str, world_size: int) -> Tensor:
-    """The exact mean of the gradients, a rank that does not use the parameter counting as 0."""
-    inputs = case.inputs(step, world_size)
+def mean_input(case: Case, inputs: list[dict[str, Tensor]], name: str) -> Tensor:
+    """The exact mean of one step's gradients; a rank that does not use a parameter counts as 0."""
     total = real(torch.zeros(case.specs[name].shape, dtype=case.specs[name].dtype))
-    for rank in range(world_size):
-        total = total + real(inputs[rank][name]) if name in inputs[rank] else total
-    return total / world_size
+    for gradients in inputs:
+        total = total + real(gradients[name]) if name in gradients else total
+    return total / len(inputs)
 
 
 def peak(tensors: Iterable[Tensor | None]) -> float:
@@ -319,17 +322,19 @@ def assert_equal_on_ranks(case: Case, ranks: list[list[Step]]) -> None:
 def assert_exact(case: Case, ranks: list[list[Step]], steps: Iterable[int], scale: float) -> None:
     """In these steps every average equals the mean of the gradients to rounding.
 
-    The rounding is that of gradient + residual.
+    The rounding is that of the gradients so far (a residual brings it back) and of the residual.
     """
+    inputs = [case.inputs(i, len(ranks)) for i in range(len(case.schedule))]
     for i in steps:
-        residuals = [steps[max(i - 1, 0)].residuals for steps in ranks]
-        numbers = [*case.inputs(i, len(ranks)), *residuals]
+        numbers = [steps[max(i - 1, 0)].residuals for steps in ranks]
+        for past, batch in zip(inputs[: i + 1], case.schedule, strict=False):
+            numbers += [] if batch.poison else past
         for name, output in ranks[0][i].outputs.items():
             if output is None:
                 continue
-            error = real(output) - mean_input(case, i, name, len(ranks))
+            error = peak([real(output) - mean_input(case, inputs[i], name)])
             bound = scale * RTOL[case.dtype(name)] * peak(values.get(name) for values in numbers)
-            assert peak([error]) <= bound, f"step {i}, {name}: {peak([error]):.3g} > {bound:.3g}"
+            assert error <= bound, f"step {i}, {name}: {error:.3g} > {bound:.3g}"
 
 
 def assert_conserved(case: Case, ranks: list[list[Step]]) -> None:
@@ -337,19 +342,19 @@ def assert_conserved(case: Case, ranks: list[list[Step]]) -> None:
 
     Roundings are unbiased, so they add up like the square root of the number of steps.
     """
-    world_size, count = len(ranks), len(case.schedule)
+    count = len(case.schedule)
+    inputs = [case.inputs(i, len(ranks)) for i in range(count)]
     for name, spec in case.specs.items():
         if spec.kind == "frozen":
             continue
         outputs = [step.outputs[name] for step in ranks[0][:count]]
-        missing = sum(mean_input(case, i, name, world_size) for i in range(count))
+        missing = sum(mean_input(case, gradients, name) for gradients in inputs)
         missing = missing - sum(real(output) for output in outputs if output is not None)
         for steps in ranks:
             left = steps[-1].residuals[name]
-            missing = missing if left is None else missing - real(left) / world_size
+            missing = missing if left is None else missing - real(left) / len(ranks)
         residuals = [step.residuals[name] for steps in ranks for step in steps]
-        gradients = [g.get(name) for i in range(count) for g in case.inputs(i, world_size)]
-        largest = peak(residuals) + peak(gradients)
+        largest = peak(residuals) + peak(g.get(name) for step in inputs for g in step)
         bound = 0.25 * count**0.5 * RTOL[case.dtype(name)] * largest
         error = peak([missing])
         assert error <= bound, f"{name}: {error:.3g} > {bound:.3g}"

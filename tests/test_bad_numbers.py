@@ -209,9 +209,14 @@ NEAR_OVERFLOW = [
 
 ALL_DTYPES = (*WIDE_RANGE, torch.float16)
 LONG = [
-    _case(f"{hook}, {kind}", _by_dtype(ALL_DTYPES), _batches((kind, 400)), hook=hook)
-    for hook in HOOKS
-    for kind in ("mean", "full")
+    _case(
+        f"400 x {kind}, {hook}", _by_dtype(dtypes), _batches((kind, 400)), hook=hook, ddp=ONE_BUCKET
+    )
+    for kind, hook, dtypes in (
+        ("mean", "powerSGD_hook", ALL_DTYPES),
+        ("full", "powerSGD_hook", (torch.float32, torch.bfloat16)),
+        ("mean", "batched_powerSGD_hook", ALL_DTYPES),
+    )
 ]
 SHORT = [*DEGENERATE, *BATCHED, *RETURNING, FIRST_STEP_BAD, WARM_UP_BAD, *NEAR_OVERFLOW]
 SHORT += list({case.name: case for pair in PAIRS for case in pair}.values())
@@ -250,13 +255,13 @@ def _train_scaled(fp16: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> tuple[dict[str, Outcome], list[dict[str, Any]]]:
-    results = run_ranks(_run_all, 2, [*SHORT, *LONG], timeout_s=200)
+    results = run_ranks(_run_all, 2, [*SHORT, *LONG], timeout_s=280)
     return by_case([cases for cases, _ in results]), [scaled for _, scaled in results]
 
 
 @pytest.fixture(scope="module")
 def three() -> dict[str, Outcome]:
-    return by_case(run_ranks(run_cases, 3, ON_THREE, timeout_s=100))
+    return by_case(run_ranks(run_cases, 3, ON_THREE, timeout_s=280))
 
 
 @pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
@@ -293,7 +298,8 @@ def test_hard_gradients_stay_finite_and_are_conserved(outcomes: Any, case: Case)
     assert_conserved(case, ranks)
 
 
-@_named(DEGENERATE)
+# "zero later" gives back what rounding has left in the residual: conserved, but not zero.
+@_named([case for case in DEGENERATE if case.name != "zero later"])
 def test_hard_gradients_are_exact(outcomes: Any, case: Case) -> None:
     assert_exact(case, _ranks(outcomes, case), range(len(case.schedule)), scale=5)
 
@@ -352,7 +358,7 @@ def test_an_overflow_inside_is_a_bad_step_or_none(two: Any, case: Case) -> None:
         if not is_good:
             assert all(is_same(a, b) for a, b in zip(before, after, strict=True)), f"step {i}"
             continue
-        mean = mean_input(case, i, "first", 2) + _mean(before)
+        mean = mean_input(case, case.inputs(i, 2), "first") + _mean(before)
         got = real(ranks[0][i].outputs["first"]) + _mean(after)
         bound = 5 * RTOL[case.dtype("first")] * peak([*before, mean])
         assert peak([got - mean]) <= bound, f"step {i}"

@@ -183,7 +183,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     cases = [*FEATURES, *PLAIN, *HOOKED, SQUARE, SQUARE_OF_TWO] + (
         SUBGROUPS if request.param == 3 else []
     )
-    return by_case(run_ranks(run_cases, request.param, cases, timeout_s=200))
+    return by_case(run_ranks(run_cases, request.param, cases, timeout_s=280))
 
 
 def _ranks(outcomes: dict[str, Outcome], case: Case) -> Any:
@@ -208,9 +208,8 @@ def test_ranks_hold_the_same_averages_to_the_bit(outcomes: dict[str, Outcome], c
 def test_gradients_of_low_rank_are_exact(outcomes: dict[str, Outcome], case: Case) -> None:
     start = case.options["start_powerSGD_iter"]
     steps = [i for i, batch in enumerate(case.schedule) if batch.kind == "rank2" or i < start]
-    # A random Q may be almost orthogonal to the rows of a gradient.
-    scale = 5 if case.options.get("warm_start", True) else 20
-    assert_exact(case, _ranks(outcomes, case), steps, scale)
+    # Q, random or of another gradient, may be almost orthogonal to the rows of this one.
+    assert_exact(case, _ranks(outcomes, case), steps, scale=20)
 
 
 @_named([c for c in FEATURES + SUBGROUPS if c.options.get("use_error_feedback", True)])

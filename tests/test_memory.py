@@ -1,12 +1,9 @@
 """What a state keeps and what a step allocates, counted from outside."""
 
 import gc
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,18 +11,13 @@ from torch.utils._pytree import tree_leaves
 import powersgd
 from profiling.benchmark import make_bucket
 
+from .ranks import run_ranks
+
 SHAPES = [(256, 256), (256,)] * 6 + [(300, 128), (7, 7)]
 COMPRESSED_NUMEL = 6 * 256 * 256 + 300 * 128
 RANK = 2
 P_NUMEL = RANK * (6 * 256 + 300)
 Q_NUMEL = RANK * (6 * 256 + 128)
-
-
-@pytest.fixture(autouse=True)
-def _group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _live_bytes() -> int:
@@ -61,6 +53,19 @@ def _step(state: powersgd.PowerSGDState, bucket: Any) -> None:
     powersgd.powerSGD_hook(state, bucket).wait()
 
 
+def _kept_bytes(_: int, settings: dict[str, bool]) -> tuple[int, int]:
+    bucket = make_bucket(SHAPES)
+    state = powersgd.PowerSGDState(None, RANK, start_powerSGD_iter=2, **settings)
+    _buffer = bucket.buffer()  # DDP's own, seen by Python from here on
+    before = _live_bytes()
+    for _ in range(2):
+        _step(state, bucket)
+    warming_up = _live_bytes() - before
+    for _ in range(5):
+        _step(state, bucket)
+    return warming_up, _live_bytes() - before
+
+
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
@@ -70,19 +75,12 @@ def _step(state: powersgd.PowerSGDState, bucket: Any) -> None:
     ],
 )
 def test_a_state_keeps_one_buffer_and_factors(settings: dict[str, bool], kept: int) -> None:
-    bucket = make_bucket(SHAPES)
-    state = powersgd.PowerSGDState(None, RANK, start_powerSGD_iter=2, **settings)
-    _buffer = bucket.buffer()  # DDP's own, seen by Python from here on
-    before = _live_bytes()
-    for _ in range(2):
-        _step(state, bucket)
-    assert _live_bytes() - before < 1024  # plain averaging keeps nothing
-    for _ in range(5):
-        _step(state, bucket)
-    assert 4 * kept <= _live_bytes() - before < 4 * kept + 1024
+    ((warming_up, compressing),) = run_ranks(_kept_bytes, 1, settings)
+    assert warming_up < 1024  # plain averaging keeps nothing
+    assert 4 * kept <= compressing < 4 * kept + 1024
 
 
-def test_a_step_never_clones_the_gradient() -> None:
+def _largest_allocation(_: int) -> int:
     bucket = make_bucket(SHAPES)
     state = powersgd.PowerSGDState(None, RANK, start_powerSGD_iter=2)
     for _ in range(4):
@@ -91,7 +89,12 @@ def test_a_step_never_clones_the_gradient() -> None:
     known |= {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is Tensor}
     with _Allocations(known) as allocations:
         powersgd.powerSGD_hook(state, bucket).wait()
+    return allocations.largest
+
+
+def test_a_step_never_clones_the_gradient() -> None:
+    (largest,) = run_ranks(_largest_allocation, 1)
     # The largest is a factor in float64, or the message of all P and everything uncompressed.
     message_bytes = 4 * (P_NUMEL + 6 * 256 + 49)
-    assert message_bytes <= allocations.largest <= 2 * message_bytes
-    assert allocations.largest < 4 * COMPRESSED_NUMEL / 50
+    assert message_bytes <= largest <= 2 * message_bytes
+    assert largest < 4 * COMPRESSED_NUMEL / 50
