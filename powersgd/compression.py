@@ -99,27 +99,31 @@ def project(
     epsilon = state.orthogonalization_epsilon / world_size
     factors = [shape.p_block(message) for shape in plan.groups]
     compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
-    for matrix, p, mask in zip(compression.matrices, compression.p, compression.masks, strict=True):
+    old = compression.bucket.residual
+    for i, shape in enumerate(plan.groups):
+        matrix, p, mask = compression.matrices[i], compression.p[i], compression.masks[i]
         q = state.steps.compute_q(matrix, p)
         q = q if mask is None else q * mask
-        if compression.bucket.residual is not None:
-            q = _refuse_overflow(state.steps, matrix, p, q)
+        if old is not None:
+            q = _refuse_overflow(state.steps, matrix, shape.residual_block(old), p, q)
         compression.q_local.append(q)
     return _flatten(compression.q_local, message)
 
 
-def _refuse_overflow(steps: Steps, matrix: Tensor, p: Tensor, q: Tensor) -> Tensor:
+def _refuse_overflow(steps: Steps, matrix: Tensor, old: Tensor, p: Tensor, q: Tensor) -> Tensor:
     # A residual whose products overflow would spoil every later step, however small the gradients.
     # So a step that would leave one is made a bad step, by a NaN in Q, which all ranks see.
-    largest = torch.finfo(q.dtype).max
+    limit = torch.finfo(q.dtype).max / 2
     is_half = q.dtype == torch.float16  # close enough to common gradients to look each time
-    if not is_half and not (q.is_cpu and q.abs().amax() > largest * 2.0**-16):
+    if not is_half and not (q.is_cpu and q.abs().amax() > limit * 2.0**-15):
         return q
-    left = steps.residual(*(tensor.to(torch.float64) for tensor in (matrix, p, q))).square()
-    # Rows and columns bound the next P and Q; the whole norm, where there is room, never grows.
-    sizes = [left.sum(dim=-1).amax(), left.sum(dim=-2).amax()] if is_half else [left.sum()]
-    is_safe = torch.stack(sizes).amax().sqrt() <= largest / 2
-    return torch.where(is_safe, q, math.nan)
+    new = steps.residual(*(tensor.to(torch.float64) for tensor in (matrix, p, q))).square()
+    # The norms of rows and columns bound the next P and Q.
+    size = torch.maximum(new.sum(dim=-1).amax(), new.sum(dim=-2).amax()).sqrt()
+    # The projection never makes the whole norm grow: once gradients are small, steps are good again
+    # and the residual shrinks, also if a single row of it is over the limit.
+    has_grown = new.sum() > old.to(torch.float64).square().sum()
+    return torch.where((size > limit) & has_grown, math.nan, q)
 
 
 def decompress_if_(
