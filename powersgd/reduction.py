@@ -32,6 +32,7 @@ class _InFlight:
     """A bucket on its way through a step."""
 
     future: Future
+    parameters: Sequence[Tensor]
     buffer: Tensor  # what the front end gets back
     message: Tensor  # what the running collective sums up
     work: dist.Work | None
@@ -79,32 +80,45 @@ def reduce_bucket(
         is_square: View the whole bucket as one square matrix.
 
     Returns:
-        A future of ``buffer``, complete when this function has returned for the last bucket.
+        A future of ``buffer``. Once compression has started it is complete when this function has
+        returned for the step's last bucket.
 
     Raises:
         RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).
         ValueError: If the parameters are another model's, or ranks differ in settings or plan.
     """
     group = find_group(state)
-    if is_first:
-        state.in_flight.clear()  # of a backward that was aborted
+    kind = "sparse" if buffer.layout is torch.sparse_coo else str(parameters[0].dtype)
     # Hooks run in whatever mode backward was called: with create_graph, under autocast.
     with torch.no_grad(), torch.autocast(buffer.device.type, enabled=False):
-        if buffer.layout is torch.sparse_coo:
-            state.register(parameters, "sparse", is_first)
-            in_flight = _start_plain(buffer, group)
-        else:
-            state.register(parameters, str(parameters[0].dtype), is_first)
+        state.register(parameters, kind)
+        bucket = None
+        if kind != "sparse":
             bucket = _find_bucket(state, buffer, parameters, group, is_last, is_square)
-            in_flight = (
-                _start_plain(buffer, group)
-                if state.is_warming_up()
-                else _start_compressed(state, bucket, buffer, group)
-            )
+        if state.is_warming_up():
+            state.has_seen_all |= is_last
+            return _average(buffer, group)
+        if is_first:
+            _begin_step(state, parameters)
+        in_flight = (
+            _start_plain(parameters, buffer, group)
+            if bucket is None
+            else _start_compressed(state, bucket, buffer, group)
+        )
         state.in_flight.append(in_flight)
         if is_last:
             _finish_step(state, group)
     return in_flight.future
+
+
+def _begin_step(state: PowerSGDState, parameters: Sequence[Tensor]) -> None:
+    # A step that has begun and not ended is either of a backward that was aborted, or another's.
+    if state.in_flight and state.in_flight[0].parameters[0] is not parameters[0]:
+        raise ValueError(
+            "one PowerSGDState serves one model: the step of another one has not ended yet; make a "
+            "new PowerSGDState for each DDP model"
+        )
+    state.in_flight.clear()
 
 
 def _find_bucket(
@@ -154,8 +168,23 @@ def _new_future(device: torch.device) -> Future:
     return torch.futures.Future(devices=None if device.type == "cpu" else [device])
 
 
-def _start_plain(buffer: Tensor, group: dist.ProcessGroup) -> _InFlight:
-    return _InFlight(_new_future(buffer.device), buffer, buffer, _all_reduce(buffer, group))
+def _average(buffer: Tensor, group: dist.ProcessGroup) -> Future:
+    # Before compression starts each bucket is done on its own: in the first step under
+    # static_graph, DDP does not say which bucket is the last.
+    work = _all_reduce(buffer, group)
+    if work is None:
+        future = _new_future(buffer.device)
+        future.set_result(buffer)
+        return future
+    averaged: Future = work.get_future().then(lambda future: future.value()[0])
+    return averaged
+
+
+def _start_plain(
+    parameters: Sequence[Tensor], buffer: Tensor, group: dist.ProcessGroup
+) -> _InFlight:
+    work = _all_reduce(buffer, group)
+    return _InFlight(_new_future(buffer.device), parameters, buffer, buffer, work)
 
 
 def _start_compressed(
@@ -163,7 +192,8 @@ def _start_compressed(
 ) -> _InFlight:
     compression, message = compress(state, bucket, buffer)
     work = _all_reduce(message, group)
-    return _InFlight(_new_future(buffer.device), buffer, message, work, compression)
+    future = _new_future(buffer.device)
+    return _InFlight(future, bucket.parameters, buffer, message, work, compression)
 
 
 def _finish_step(state: PowerSGDState, group: dist.ProcessGroup) -> None:

@@ -207,13 +207,12 @@ class PowerSGDState:
         inverse = sorted(range(parameter.dim()), key=order.__getitem__)
         return flat.view([parameter.size(d) for d in order]).permute(inverse).clone()
 
-    def register(self, parameters: Sequence[Tensor], kind: str, is_first: bool) -> None:
+    def register(self, parameters: Sequence[Tensor], kind: str) -> None:
         """Learn the model's parameters, bucket by bucket, during the first step.
 
         Args:
             parameters: A bucket's parameters, in the order of its buffer.
             kind: What DDP keeps apart when it fills its buckets: the dtype, or sparse gradients.
-            is_first: Whether this is the step's first bucket.
 
         Raises:
             ValueError: If the parameters belong to another model than the ones seen so far.
@@ -221,7 +220,7 @@ class PowerSGDState:
         unknown = sum(parameter not in self._positions for parameter in parameters)
         if not unknown:
             return
-        if unknown < len(parameters) or self.has_seen_all or (is_first and self._positions):
+        if unknown < len(parameters) or self.has_seen_all:
             raise ValueError(
                 f"one PowerSGDState serves one model: it serves one of {len(self._positions)} "
                 f"parameters and now got a bucket with {unknown} others; make a new PowerSGDState "

@@ -326,7 +326,7 @@ def assert_exact(case: Case, ranks: list[list[Step]], steps: Iterable[int], scal
     """
     inputs = [case.inputs(i, len(ranks)) for i in range(len(case.schedule))]
     for i in steps:
-        numbers = [steps[max(i - 1, 0)].residuals for steps in ranks]
+        numbers = [steps[min(max(i, 1), len(steps)) - 1].residuals for steps in ranks]
         for past, batch in zip(inputs[: i + 1], case.schedule, strict=False):
             numbers += [] if batch.poison else past
         for name, output in ranks[0][i].outputs.items():

@@ -106,6 +106,7 @@ def _case(name: str, specs: dict[str, Spec] | None = None, **settings: Any) -> C
 def _features(hook: str) -> list[Case]:
     unused = {"find_unused_parameters": True, **MANY_BUCKETS}
     view = {"gradient_as_bucket_view": True, **MANY_BUCKETS}
+    static = {"static_graph": True, **MANY_BUCKETS}
     cases = [
         _case("many buckets"),
         _case("one bucket", ddp=ONE_BUCKET),
@@ -114,8 +115,11 @@ def _features(hook: str) -> list[Case]:
         _case("start at 2", options={"start_powerSGD_iter": 2}, schedule=SCHEDULE[1:]),
         _case("no_sync", micro_batches=3),
         _case("join", uneven=2),
-        _case("static_graph", ddp={"static_graph": True, **MANY_BUCKETS}),
+        _case("join, left before compression", EVERY_DTYPE, uneven=5),
+        _case("static_graph", ddp=static),
+        _case("static_graph, several buckets at first", EVERY_DTYPE, ddp=static),
         _case("unused on one rank", ddp=unused, schedule=_skip(0)),
+        _case("unused on all ranks, one bucket", ddp=unused | ONE_BUCKET, schedule=_skip(None)),
         _case("unused on all ranks", ddp=unused, schedule=_skip(None)),
         _case("bucket view", ddp=view),
         _case("view, no_sync, unused", ddp=unused | view, schedule=_skip(1), micro_batches=2),
@@ -195,8 +199,15 @@ def _ranks(outcomes: dict[str, Outcome], case: Case) -> Any:
     return outcome
 
 
-def _named(cases: list[Case]) -> Any:
-    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+def _named(cases: list[Case], xfail: str = "") -> Any:
+    mark = pytest.mark.xfail(reason="what PQ^T spills into an unused parameter's entries is lost")
+    marks = {case.name: mark for case in cases if case.name == xfail}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, id=c.name, marks=marks.get(c.name, ())) for c in cases]
+    )
+
+
+SPILLED = "batched_powerSGD_hook: unused on all ranks, one bucket"
 
 
 @_named(FEATURES + SUBGROUPS)
@@ -212,7 +223,7 @@ def test_gradients_of_low_rank_are_exact(outcomes: dict[str, Outcome], case: Cas
     assert_exact(case, _ranks(outcomes, case), steps, scale=20)
 
 
-@_named([c for c in FEATURES + SUBGROUPS if c.options.get("use_error_feedback", True)])
+@_named([c for c in FEATURES + SUBGROUPS if c.options.get("use_error_feedback", True)], SPILLED)
 def test_nothing_gets_lost(outcomes: dict[str, Outcome], case: Case) -> None:
     assert_conserved(case, _ranks(outcomes, case))
 
@@ -242,7 +253,7 @@ def test_batched_hook_sees_the_bucket_as_one_square(outcomes: dict[str, Outcome]
         assert (min(s[2] / s[0] for s in sizes) < 1e-4) == (i >= WARM_UP), f"step {i}"
 
 
-@_named([case for case in FEATURES if "unused on all" in case.name])
+@_named([case for case in FEATURES if "unused on all" in case.name], SPILLED)
 def test_a_parameter_that_no_rank_uses_keeps_its_residual(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:

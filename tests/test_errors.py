@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +149,9 @@ def _misuse(rank: int) -> dict[str, Any]:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     ddp = _ddp(PowerSGDState(groups[rank // 2]))
     errors["another group"] = _error(lambda: _step(ddp, rank))
+    if rank < 2:
+        smaller = _ddp(PowerSGDState(None), process_group=groups[0])
+        errors["the world, DDP on a part"] = _error(lambda: _step(smaller, rank))
     wrong = _ddp(theirs.PowerSGDState(None))
     errors["torch's state"] = _error(lambda: _step(wrong, rank))
     return errors
@@ -165,6 +169,10 @@ def test_misuse() -> None:
         assert result["another group"][0] == "ValueError"
         assert str([0, 1] if rank < 2 else [2]) in result["another group"][1]
         assert "[0, 1, 2]" in result["another group"][1]
+    for result in results[:2]:
+        kind, message = result["the world, DDP on a part"]
+        assert kind == "ValueError"
+        assert message.index("[0, 1, 2]") < message.index("[0, 1];")
 
 
 def _same_group_twice(rank: int) -> None:
@@ -200,6 +208,23 @@ def test_a_dead_rank_is_an_error_on_the_others() -> None:
     text = str(caught.value)
     assert "rank 1 died" in text or "survived" in text
     assert text.count("RankError: survived with an error and an unchanged state") >= 1
+
+
+def _die_in_backward(rank: int, directory: Path) -> None:
+    ddp = _ddp(PowerSGDState(None, start_powerSGD_iter=2))
+    for _ in range(4):
+        _step(ddp, rank)
+    if rank == 1:  # the last layers' P is on its way
+        ddp.module[1].weight.register_hook(lambda gradient: os._exit(3))
+    error = _error(lambda: _step(ddp, rank))
+    (directory / str(rank)).write_text(str(error and error[0]))
+
+
+def test_a_rank_that_dies_in_backward_is_an_error_on_every_other(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 died \(3\)"):
+        run_ranks(_die_in_backward, 3, tmp_path, timeout_s=60, group_timeout_s=10)
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"0": "RuntimeError", "2": "RuntimeError"}
 
 
 def _residuals(state: PowerSGDState, ddp: nn.Module) -> list[torch.Tensor]:
