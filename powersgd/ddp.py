@@ -58,8 +58,8 @@ def batched_powerSGD_hook(  # noqa: N802 (torch's name)
 
     Fewer, larger operations than `powerSGD_hook`, but rows and columns mean nothing here: usually a
     much lower accuracy, above all for a rank over 1. Every bucket is compressed;
-    ``min_compression_rate`` plays no part. With ``find_unused_parameters``, a parameter that no rank
-    used shares its bucket's matrix with used ones: what the factors spill into it is lost.
+    ``min_compression_rate`` plays no part. With ``find_unused_parameters``, a parameter that no
+    rank used shares its bucket's matrix with used ones: what the factors spill into it is lost.
 
     Args:
         state: Settings and memory; one for each DDP model.
@@ -113,8 +113,8 @@ def _require_group_of_ddp(state: PowerSGDState, parameters: Sequence[Tensor]) ->
         if any(parameter is parameters[0] for parameter in thing.parameters()):
             if thing.static_graph and state.start_powerSGD_iter == 0:
                 raise ValueError(
-                    "start_powerSGD_iter is 0, but must be >= 1 with DDP's static_graph, whose first "
-                    "step does not say which bucket is the last"
+                    "start_powerSGD_iter is 0, but must be >= 1 with DDP's static_graph, whose "
+                    "first step does not say which bucket is the last"
                 )
             theirs = dist.get_process_group_ranks(thing.process_group)
             if mine != theirs:
