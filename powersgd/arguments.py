@@ -69,3 +69,23 @@ def flag(name: str, value: Any) -> bool:
     if value not in (False, True):
         raise ValueError(f"{name} is {value!r}, but must be True or False")
     return bool(value)
+
+
+def group(name: str, value: Any) -> Any:
+    """Return ``value`` if it is None or a process group with this rank in it.
+
+    Args:
+        name: The argument's name.
+        value: What the user gave.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: If it is something else, such as torch's mark for a rank outside the group.
+    """
+    if value is not None and not callable(getattr(value, "size", None)):
+        raise ValueError(
+            f"{name} is {value!r}, but must be None or a process group with this rank in it"
+        )
+    return value

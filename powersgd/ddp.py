@@ -31,8 +31,8 @@ def powerSGD_hook(  # noqa: N802 (torch's name)
 
     Returns:
         A future of the averaged gradients, complete once the step's last bucket was handed in.
-        If any rank had an inf or a NaN in this step, all compressed gradients are NaN on all ranks,
-        and ``state`` is as it was before the step.
+        If any rank had an inf or a NaN in this step, or would keep a residual so large that later
+        steps overflow, all compressed gradients are NaN on all ranks, and ``state`` is as it was.
 
     Raises:
         RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).

@@ -12,12 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from powersgd.arguments import flag, integer, number
+from powersgd.arguments import flag, group, integer, number
 from powersgd.memory import BucketState, carry_over, residual_slice
 from powersgd.plan import Plan
 from powersgd.steps import EAGER, Steps
 
 logger = logging.getLogger(__name__)
+
+_AGREED = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "use_error_feedback",
+    "warm_start",
+    "orthogonalization_epsilon",
+    "random_seed",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+    "iter",
+)
 
 
 class Bucket(Protocol):
@@ -79,14 +92,9 @@ class PowerSGDState:
         *,
         steps: Steps = EAGER,
     ) -> None:
-        if process_group is not None and not callable(getattr(process_group, "size", None)):
-            raise ValueError(
-                f"process_group is {process_group!r}, but must be None or a process group with "
-                "this rank in it"
-            )
         if not isinstance(steps, Steps):
             raise ValueError(f"steps is {steps!r}, but must be a powersgd.Steps such as EAGER")
-        self.process_group = process_group
+        self.process_group = group("process_group", process_group)
         self.matrix_approximation_rank = integer(
             "matrix_approximation_rank", matrix_approximation_rank, 1
         )
@@ -124,18 +132,7 @@ class PowerSGDState:
 
     def settings(self) -> dict[str, int | float | bool]:
         """Return what all ranks must agree on, by name."""
-        return {
-            "matrix_approximation_rank": self.matrix_approximation_rank,
-            "start_powerSGD_iter": self.start_powerSGD_iter,
-            "min_compression_rate": self.min_compression_rate,
-            "use_error_feedback": self.use_error_feedback,
-            "warm_start": self.warm_start,
-            "orthogonalization_epsilon": self.orthogonalization_epsilon,
-            "random_seed": self.random_seed,
-            "compression_stats_logging_frequency": self.compression_stats_logging_frequency,
-            "batch_tensors_with_same_shape": self.batch_tensors_with_same_shape,
-            "iter": self.iter,
-        }
+        return {name: getattr(self, name) for name in _AGREED}
 
     def is_warming_up(self) -> bool:
         """Tell whether gradients are still averaged without compression."""
@@ -285,13 +282,13 @@ class PowerSGDState:
         if not bucket.plan.groups:
             return like.new_empty(0)
         factors = []
-        for group in bucket.plan.groups:
+        for shape in bucket.plan.groups:
             draws = []
-            for member in group.members:
+            for member in shape.members:
                 position = self._positions[bucket.parameters[member]]
                 seed = _mix(self.random_seed, self.iter, *position)
                 generator = torch.Generator().manual_seed(seed)
-                draws.append(torch.randn(group.rank, group.m, generator=generator))
+                draws.append(torch.randn(shape.rank, shape.m, generator=generator))
             factors.append(torch.stack(draws).to(like))
         units = self.steps.orthogonalize_all(factors, self.orthogonalization_epsilon)
         return torch.cat([unit.flatten() for unit in units])

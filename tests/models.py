@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -238,6 +239,16 @@ def by_case(results: list[dict[str, Any]]) -> dict[str, Outcome]:
         raised = [rank for rank in ranks if isinstance(rank, str)]
         outcomes[name] = "\n".join(raised) if raised else ranks
     return outcomes
+
+
+def ranks_of(outcomes: dict[str, Outcome], case: Case) -> Any:
+    """The case's steps by rank; skips what did not run with this number of ranks."""
+    if case.name not in outcomes:
+        pytest.skip("not with this number of ranks")
+    outcome = outcomes[case.name]
+    if isinstance(outcome, str):
+        pytest.fail(outcome, pytrace=False)
+    return outcome
 
 
 def _train(case: Case, group: dist.ProcessGroup | None) -> Iterator[Step]:

@@ -25,7 +25,6 @@ from .models import (
     Case,
     Outcome,
     Spec,
-    Step,
     assert_conserved,
     assert_equal_on_ranks,
     assert_exact,
@@ -33,6 +32,7 @@ from .models import (
     is_same,
     mean_input,
     peak,
+    ranks_of,
     real,
     run_cases,
 )
@@ -271,15 +271,6 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     return request.getfixturevalue("three")
 
 
-def _ranks(outcomes: dict[str, Outcome], case: Case) -> list[list[Step]]:
-    if case.name not in outcomes:
-        pytest.skip("with 2 ranks only")
-    outcome = outcomes[case.name]
-    if isinstance(outcome, str):
-        pytest.fail(outcome, pytrace=False)
-    return outcome
-
-
 def _named(cases: list[Case]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
@@ -290,7 +281,7 @@ def _is_finite(tensors: Any) -> bool:
 
 @_named(DEGENERATE + BATCHED)
 def test_hard_gradients_stay_finite_and_are_conserved(outcomes: Any, case: Case) -> None:
-    ranks = _ranks(outcomes, case)
+    ranks = ranks_of(outcomes, case)
     for steps in ranks:
         for i, step in enumerate(steps):
             assert _is_finite([*step.outputs.values(), *step.residuals.values()]), f"step {i}"
@@ -301,12 +292,12 @@ def test_hard_gradients_stay_finite_and_are_conserved(outcomes: Any, case: Case)
 # "zero later" gives back what rounding has left in the residual: conserved, but not zero.
 @_named([case for case in DEGENERATE if case.name != "zero later"])
 def test_hard_gradients_are_exact(outcomes: Any, case: Case) -> None:
-    assert_exact(case, _ranks(outcomes, case), range(len(case.schedule)), scale=5)
+    assert_exact(case, ranks_of(outcomes, case), range(len(case.schedule)), scale=5)
 
 
 @_named(RETURNING)
 def test_a_subspace_comes_back(outcomes: Any, case: Case) -> None:
-    ranks = _ranks(outcomes, case)
+    ranks = ranks_of(outcomes, case)
     last = len(case.schedule) - 1
     assert_exact(case, ranks, [last], scale=5)
     for name, spec in case.specs.items():
@@ -319,7 +310,7 @@ def test_a_subspace_comes_back(outcomes: Any, case: Case) -> None:
 
 @pytest.mark.parametrize(("bad", "good"), PAIRS, ids=[bad.name for bad, _ in PAIRS])
 def test_a_bad_step_is_seen_by_all_and_forgotten(outcomes: Any, bad: Case, good: Case) -> None:
-    ranks, expected = _ranks(outcomes, bad), _ranks(outcomes, good)
+    ranks, expected = ranks_of(outcomes, bad), ranks_of(outcomes, good)
     assert_equal_on_ranks(bad, ranks)
     count = len(bad.schedule) - len(good.schedule)
     for steps, without in zip(ranks, expected, strict=True):
@@ -340,7 +331,7 @@ def test_a_bad_step_is_seen_by_all_and_forgotten(outcomes: Any, bad: Case, good:
 
 @_named([FIRST_STEP_BAD, WARM_UP_BAD])
 def test_a_bad_step_before_there_is_a_state(two: Any, case: Case) -> None:
-    ranks = _ranks(two[0], case)
+    ranks = ranks_of(two[0], case)
     at = next(i for i, batch in enumerate(case.schedule) if batch.poison)
     assert not any(_is_finite([steps[at].outputs["second"]]) for steps in ranks)
     assert_exact(case, ranks, range(at + 1, len(case.schedule)), scale=5)
@@ -350,7 +341,7 @@ def test_a_bad_step_before_there_is_a_state(two: Any, case: Case) -> None:
 @_named(NEAR_OVERFLOW)
 def test_an_overflow_inside_is_a_bad_step_or_none(two: Any, case: Case) -> None:
     """Finite gradients whose sums may not be: dropped by all ranks, or averaged and conserved."""
-    ranks = _ranks(two[0], case)
+    ranks = ranks_of(two[0], case)
     assert_equal_on_ranks(case, ranks)
     for i in range(START + 1, len(case.schedule)):
         is_good = _is_finite(ranks[0][i].outputs.values())
@@ -367,7 +358,7 @@ def test_an_overflow_inside_is_a_bad_step_or_none(two: Any, case: Case) -> None:
 @_named(NEAR_OVERFLOW)
 def test_a_large_residual_does_not_stop_training(two: Any, case: Case) -> None:
     """A residual that stays, and overflows in every step from now on, would."""
-    for steps in _ranks(two[0], case):
+    for steps in ranks_of(two[0], case):
         for i, step in enumerate(steps[-6:]):
             assert _is_finite(step.outputs.values()), f"small gradients, step {i}"
 
@@ -378,14 +369,14 @@ def _mean(tensors: list[Any]) -> torch.Tensor:
 
 @_named(LONG)
 def test_nothing_gets_lost_in_400_steps(two: Any, case: Case) -> None:
-    ranks = _ranks(two[0], case)
+    ranks = ranks_of(two[0], case)
     assert_equal_on_ranks(case, ranks)
     assert_conserved(case, ranks)
 
 
 @_named(LONG)
 def test_residuals_stay_bounded(two: Any, case: Case) -> None:
-    for steps in _ranks(two[0], case):
+    for steps in ranks_of(two[0], case):
         for name in case.specs:
             sizes = [
                 real(step.residuals[name]).norm()

@@ -34,6 +34,7 @@ from .models import (
     by_case,
     is_same,
     peak,
+    ranks_of,
     run_cases,
 )
 from .ranks import run_ranks
@@ -190,15 +191,6 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     return by_case(run_ranks(run_cases, request.param, cases, timeout_s=280))
 
 
-def _ranks(outcomes: dict[str, Outcome], case: Case) -> Any:
-    if case.name not in outcomes:
-        pytest.skip("not with this number of ranks")
-    outcome = outcomes[case.name]
-    if isinstance(outcome, str):
-        pytest.fail(outcome, pytrace=False)
-    return outcome
-
-
 def _named(cases: list[Case], xfail: str = "") -> Any:
     mark = pytest.mark.xfail(reason="what PQ^T spills into an unused parameter's entries is lost")
     marks = {case.name: mark for case in cases if case.name == xfail}
@@ -212,7 +204,7 @@ SPILLED = "batched_powerSGD_hook: unused on all ranks, one bucket"
 
 @_named(FEATURES + SUBGROUPS)
 def test_ranks_hold_the_same_averages_to_the_bit(outcomes: dict[str, Outcome], case: Case) -> None:
-    assert_equal_on_ranks(case, _ranks(outcomes, case))
+    assert_equal_on_ranks(case, ranks_of(outcomes, case))
 
 
 @_named(PER_MATRIX)
@@ -220,19 +212,19 @@ def test_gradients_of_low_rank_are_exact(outcomes: dict[str, Outcome], case: Cas
     start = case.options["start_powerSGD_iter"]
     steps = [i for i, batch in enumerate(case.schedule) if batch.kind == "rank2" or i < start]
     # Q, random or of another gradient, may be almost orthogonal to the rows of this one.
-    assert_exact(case, _ranks(outcomes, case), steps, scale=20)
+    assert_exact(case, ranks_of(outcomes, case), steps, scale=20)
 
 
 @_named([c for c in FEATURES + SUBGROUPS if c.options.get("use_error_feedback", True)], SPILLED)
 def test_nothing_gets_lost(outcomes: dict[str, Outcome], case: Case) -> None:
-    assert_conserved(case, _ranks(outcomes, case))
+    assert_conserved(case, ranks_of(outcomes, case))
 
 
 @_named([c for c in PER_MATRIX if c.specs is BASE and not c.fp16])
 def test_compression_starts_on_time_and_has_the_rank(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
-    for i, step in enumerate(_ranks(outcomes, case)[0][:STEPS]):
+    for i, step in enumerate(ranks_of(outcomes, case)[0][:STEPS]):
         if case.schedule[i].kind != "full":
             continue
         compressed = i >= case.options["start_powerSGD_iter"]
@@ -244,9 +236,9 @@ def test_compression_starts_on_time_and_has_the_rank(
 
 
 def test_batched_hook_sees_the_bucket_as_one_square(outcomes: dict[str, Outcome]) -> None:
-    assert_exact(SQUARE, _ranks(outcomes, SQUARE), range(len(SQUARE.schedule)), scale=5)
-    assert_conserved(SQUARE_OF_TWO, _ranks(outcomes, SQUARE_OF_TWO))
-    for i, step in enumerate(_ranks(outcomes, SQUARE_OF_TWO)[0]):
+    assert_exact(SQUARE, ranks_of(outcomes, SQUARE), range(len(SQUARE.schedule)), scale=5)
+    assert_conserved(SQUARE_OF_TWO, ranks_of(outcomes, SQUARE_OF_TWO))
+    for i, step in enumerate(ranks_of(outcomes, SQUARE_OF_TWO)[0]):
         parts = [step.outputs[name].flatten() for name in SQUARE_OF_TWO.specs]
         orders = [torch.cat(order) for order in (parts, parts[::-1])]
         sizes = [torch.linalg.svdvals(flat.view(20, 20).double()) for flat in orders]
@@ -257,7 +249,7 @@ def test_batched_hook_sees_the_bucket_as_one_square(outcomes: dict[str, Outcome]
 def test_a_parameter_that_no_rank_uses_keeps_its_residual(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
-    for steps in _ranks(outcomes, case):
+    for steps in ranks_of(outcomes, case):
         for i in range(STEPS):
             for name in case.schedule[i].skip:
                 assert steps[i].outputs[name] is None
@@ -271,7 +263,7 @@ def test_a_parameter_that_no_rank_uses_keeps_its_residual(
 def test_without_error_feedback_nothing_is_added_later(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
-    for step in _ranks(outcomes, case)[0]:
+    for step in ranks_of(outcomes, case)[0]:
         assert peak(step.residuals.values()) == 0
 
 
@@ -280,7 +272,7 @@ def test_warm_up_equals_ddp_without_a_hook_to_the_bit(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
     plain = next(c for c in PLAIN if c.name.split(":")[0] == case.name.split(":")[0])
-    pairs = zip(_ranks(outcomes, plain), _ranks(outcomes, case), strict=True)
+    pairs = zip(ranks_of(outcomes, plain), ranks_of(outcomes, case), strict=True)
     for expected, actual in pairs:
         for i, (left, right) in enumerate(zip(expected, actual, strict=True)):
             for name in left.outputs:
