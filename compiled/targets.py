@@ -48,13 +48,7 @@ def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     for b, n, m, r in SHAPES:
-        matrix, old, p, q, own = (
-            draw(b, n, m),
-            draw(b, n, m),
-            draw(b, r, n),
-            draw(b, r, m),
-            draw(b, r, m),
-        )
+        matrix, p, q = draw(b, n, m), draw(b, r, n), draw(b, r, m)
         case = f"{b}x{n}x{m}-rank{r}"
         yield Target(f"compute_p-{case}", steps.compute_p, (matrix, q))
         yield Target(f"orthogonalize-{case}", orthogonalization.orthogonalize, (p,))
@@ -65,8 +59,6 @@ def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
         yield Target(f"reconstruct-{case}", steps.reconstruct, (p, q))
         yield Target(f"residual-{case}", steps.residual, (matrix, p, q))
         yield Target(f"replace_zero_rows-{case}", steps.replace_zero_rows, (p, -p))
-        yield Target(f"compress_-{case}", steps.compress_, (matrix, old, q), out=(0,))
-        yield Target(f"decompress_-{case}", steps.decompress_, (matrix, old, p, own, q), out=(0, 1))
 
 
 def _clone(value: Any) -> Any:

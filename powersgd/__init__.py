@@ -2,15 +2,9 @@
 
 from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
 from powersgd.orthogonalization import orthogonalize
+from powersgd.phases import EAGER, Steps
 from powersgd.state import PowerSGDState
-from powersgd.steps import (
-    EAGER,
-    Steps,
-    compute_p,
-    compute_q,
-    reconstruct,
-    residual,
-)
+from powersgd.steps import compute_p, compute_q, reconstruct, residual
 
 __version__ = "0.1.0"
 

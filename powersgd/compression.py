@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from powersgd.memory import BucketState
+from powersgd.phases import Steps
 from powersgd.plan import batch, unbatch_
 from powersgd.state import PowerSGDState
-from powersgd.steps import Steps, replace_zero_rows
+from powersgd.steps import replace_zero_rows
 
 
 @dataclass
@@ -102,7 +103,7 @@ def project(
     old = compression.bucket.residual
     for i, shape in enumerate(plan.groups):
         matrix, p, mask = compression.matrices[i], compression.p[i], compression.masks[i]
-        q = state.steps.compute_q(matrix, p)
+        q = state.steps.project(matrix, p)
         q = q if mask is None else q * mask
         if old is not None:
             q = _refuse_overflow(state.steps, matrix, shape.residual_block(old), p, q)

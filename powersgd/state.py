@@ -14,8 +14,8 @@ from torch import Tensor
 
 from powersgd.arguments import flag, group, integer, number
 from powersgd.memory import BucketState, carry_over, residual_slice
+from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
-from powersgd.steps import EAGER, Steps
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from compiled.targets import Target, targets
-from powersgd import compute_p, compute_q, orthogonalize, reconstruct, residual, steps
+from powersgd import EAGER, compute_p, compute_q, orthogonalize, reconstruct, residual
 
 from .tolerances import assert_close
 
@@ -100,4 +100,4 @@ def test_derivatives(target: Target) -> None:
 
 def test_the_bundle_is_immutable() -> None:
     with pytest.raises(AttributeError):
-        steps.EAGER.compute_p = compute_p  # type: ignore[misc]
+        EAGER.compute_p = compute_p  # type: ignore[misc]

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("orthogonalization", "arguments"),
     ("steps",),
+    ("phases",),
     ("plan",),
     ("memory",),
     ("state",),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from powersgd import compute_p, compute_q, orthogonalize, reconstruct, residual, steps
+from powersgd import compute_p, compute_q, orthogonalize, phases, reconstruct, residual, steps
 from powersgd.orthogonalization import orthogonalize_all
 
 from .reference import gram_schmidt
@@ -129,28 +129,37 @@ def test_products_against_float64_loops(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("r", [1, 2, 4, 5, 8])
-@pytest.mark.parametrize(("n", "m"), [(9, 12), (10, 1024), (800, 1024)])
-def test_in_place_steps_equal_the_pure_ones(n: int, m: int, r: int, dtype: torch.dtype) -> None:
-    gradient, old = torch.randn(2, n, m).to(dtype), torch.randn(2, n, m).to(dtype)
-    q, q_local, q_mean = (torch.randn(2, r, m).to(dtype) for _ in range(3))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "n", "m"),
+    [(2, 9, 12), (2, 10, 1024), (2, 200, 300), (1, 1, 70_000), (1, 1101, 1024), (3, 77, 1000)],
+)
+def test_phases_equal_the_pure_steps(
+    count: int, n: int, m: int, threads: int, r: int, dtype: torch.dtype
+) -> None:
+    """Tiles and blocks of all kinds: of several matrices, of one, and with rows left over."""
+    torch.set_num_threads(threads)
+    gradient, old = torch.randn(count, n, m).to(dtype), torch.randn(count, n, m).to(dtype)
+    q, q_local, q_mean = (torch.randn(count, min(r, n), m).to(dtype) for _ in range(3))
     matrix, new = gradient.clone(), old.clone()
-    p = steps.compress_(matrix, new, q)
+    p = phases.compress_(matrix, new, q)
     assert torch.equal(matrix, gradient + old)
     assert torch.equal(new, old)
     assert_close(p, compute_p(gradient + old, q))
     unit = orthogonalize(p)
+    assert_close(phases.project(matrix, unit), compute_q(matrix, unit))
     merged = matrix.clone()
-    steps.decompress_(matrix, new, unit, q_local, q_mean)
+    phases.decompress_(matrix, new, unit, q_local, q_mean)
     assert_close(matrix, reconstruct(unit, q_mean))
     assert_close(new, residual(merged, unit, q_local))
 
 
-def test_in_place_steps_without_error_feedback() -> None:
+def test_phases_without_error_feedback() -> None:
     matrix, q = torch.randn(2, 4, 6), torch.randn(2, 1, 6)
     before = matrix.clone()
-    p = steps.compress_(matrix, None, q)
+    p = phases.compress_(matrix, None, q)
     assert torch.equal(matrix, before)
-    steps.decompress_(matrix, None, p, q, q)
+    phases.decompress_(matrix, None, p, q, q)
     assert_close(matrix, reconstruct(p, q))
 
 
@@ -162,7 +171,7 @@ def test_a_non_finite_entry_shows_in_p_where_q_is_zero() -> None:
                 matrix, q = torch.randn(1, 40, 50).to(dtype), torch.randn(1, r, 50).to(dtype)
                 q[..., 7] = 0
                 matrix[0, 3, 7] = bad
-                assert not steps.compress_(matrix, None, q)[0, :, 3].isfinite().any()
+                assert not phases.compress_(matrix, None, q)[0, :, 3].isfinite().any()
 
 
 def test_replace_zero_rows_keeps_nan_rows() -> None:
