@@ -28,6 +28,9 @@ class Compression:
     masks: list[Tensor | None] = field(default_factory=list)  # 0 where a parameter was unused
     p: list[Tensor] = field(default_factory=list)  # orthonormal
     q_local: list[Tensor] = field(default_factory=list)  # before the all-reduce
+    used: Tensor | None = None  # per parameter that shares a matrix: 1 if this rank used it
+    used_by_any: Tensor | None = None  # the same for all ranks
+    unused: list[tuple[int, slice]] = field(default_factory=list)  # which may be 0 in `used`
 
 
 def compress(
@@ -41,7 +44,8 @@ def compress(
         buffer: The bucket's gradients, shape ``(numel,)``; residuals are added to them.
 
     Returns:
-        What the next phases need, and this rank's message: all P and everything uncompressed, flat.
+        What the next phases need, and this rank's message: all P, everything uncompressed and
+        which of the plan's shared parameters were used, flat.
     """
     plan = bucket.plan
     state.allocate(bucket, buffer)
@@ -50,16 +54,22 @@ def compress(
     if plan.numel > buffer.numel():  # the square matrix has room to spare
         flat = torch.nn.functional.pad(buffer, (0, plan.numel - buffer.numel()))
     compression = Compression(bucket, buffer, flat)
+    owed = bucket.residual
+    if plan.shared:
+        _find_unused_(compression)
+        owed = _without_unused(compression)
     pieces = []
     for shape in plan.groups:
         matrix = batch(flat, shape)
-        mask = _mask_unused(matrix, [bucket.parameters[i] for i in shape.members])
-        residual = None if bucket.residual is None else shape.residual_block(bucket.residual)
+        members = [bucket.parameters[i] for i in shape.members]
+        mask = None if plan.shared else _mask_unused(matrix, members)
+        residual = None if owed is None else shape.residual_block(owed)
         p = state.steps.compress_(matrix, residual, shape.q_block(q))
         compression.matrices.append(matrix)
         compression.masks.append(mask)
         pieces.append(p if mask is None else p * mask)
     pieces += [flat[offset : offset + numel] for offset, numel in plan.spans]
+    pieces += [] if compression.used is None else [compression.used]
     return compression, _flatten(pieces, buffer)
 
 
@@ -71,6 +81,37 @@ def _mask_unused(matrix: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
         return None
     has_gradient = [matrix[i].any() if u else matrix.new_ones(()) for i, u in enumerate(unused)]
     return torch.stack(has_gradient).to(matrix.dtype).view(-1, 1, 1)
+
+
+def _find_unused_(compression: Compression) -> None:
+    bucket, flat = compression.bucket, compression.flat
+    compression.used = flat.new_ones(len(bucket.plan.shared))
+    for i, (offset, numel) in enumerate(bucket.plan.shared):
+        if bucket.parameters[i].grad is None:
+            compression.unused.append((i, slice(offset, offset + numel)))
+            compression.used[i] = flat[offset : offset + numel].any()
+
+
+def _without_unused(compression: Compression) -> Tensor | None:
+    # In a shared matrix an unused parameter cannot be masked; it takes part with zeros.
+    residual, used = compression.bucket.residual, compression.used
+    if residual is None or used is None or not compression.unused:
+        return residual
+    residual = residual.clone()
+    for i, where in compression.unused:
+        residual[where] *= used[i]
+    return residual
+
+
+def _restore_unused_(finite: Tensor, compression: Compression, old: list[Tensor]) -> None:
+    # The factors spill into unused parameters. If any rank used it, DDP takes the average, and what
+    # this rank gave is settled like any other; else DDP throws it away, and nothing was given.
+    residual, used, by_any = compression.bucket.residual, compression.used, compression.used_by_any
+    if residual is None or used is None or by_any is None:
+        return
+    for (i, where), before in zip(compression.unused, old, strict=True):
+        settled = before * (1 - used[i]) + residual[where] * by_any[i]
+        torch.where(finite, settled, before, out=residual[where])
 
 
 def _flatten(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -96,6 +137,8 @@ def project(
     for offset, numel in plan.spans:
         compression.buffer[offset : offset + numel] = message[position : position + numel]
         position += numel
+    if plan.shared:
+        compression.used_by_any = message[position:].sign()
     # The message holds the mean of P, where torch adds its epsilon to the sum.
     epsilon = state.orthogonalization_epsilon / world_size
     factors = [shape.p_block(message) for shape in plan.groups]
@@ -140,6 +183,8 @@ def decompress_if_(
         message: The mean over ranks of what `project` returned.
     """
     bucket, buffer, flat = compression.bucket, compression.buffer, compression.flat
+    old = bucket.residual
+    held = [] if old is None else [old[where].clone() for _, where in compression.unused]
     for i, shape in enumerate(bucket.plan.groups):
         matrix = compression.matrices[i]
         residual = None if bucket.residual is None else shape.residual_block(bucket.residual)
@@ -149,6 +194,7 @@ def decompress_if_(
         else:
             _decompress_masked_(finite, state.steps, matrix, residual, *factors)
         unbatch_(flat, shape, matrix)
+    _restore_unused_(finite, compression, held)
     if flat is not buffer:
         buffer.copy_(flat[: buffer.numel()])
     if bucket.q is not None and bucket.plan.groups:

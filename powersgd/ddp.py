@@ -58,8 +58,7 @@ def batched_powerSGD_hook(  # noqa: N802 (torch's name)
 
     Fewer, larger operations than `powerSGD_hook`, but rows and columns mean nothing here: usually a
     much lower accuracy, above all for a rank over 1. Every bucket is compressed;
-    ``min_compression_rate`` plays no part. With ``find_unused_parameters``, a parameter that no
-    rank used shares its bucket's matrix with used ones: what the factors spill into it is lost.
+    ``min_compression_rate`` plays no part.
 
     Args:
         state: Settings and memory; one for each DDP model.

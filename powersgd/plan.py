@@ -98,12 +98,15 @@ class Plan:
         spans: ``(offset, numel)`` of what is sent as it is, in the flat buffer.
         residual_slices: Per parameter ``(offset, numel)`` of its residual among all residuals, in
             the order of its memory; None if it is not compressed.
+        shared: ``(offset, numel)`` of each of several parameters that share one matrix, in the
+            flat buffer. For each of them one element travels: whether it was used.
     """
 
     numel: int
     groups: tuple[Group, ...]
     spans: tuple[tuple[int, int], ...]
     residual_slices: tuple[tuple[int, int] | None, ...]
+    shared: tuple[tuple[int, int], ...] = ()
 
     @property
     def p_numel(self) -> int:
@@ -128,7 +131,7 @@ class Plan:
     @property
     def sent_numel(self) -> int:
         """Elements that this rank hands to all-reduce in one compressed step."""
-        return self.p_numel + self.q_numel + self.uncompressed_numel
+        return self.p_numel + self.q_numel + self.uncompressed_numel + len(self.shared)
 
 
 def matrix_shape(spec: ParameterSpec) -> tuple[int, int] | None:
@@ -214,7 +217,8 @@ def make_square_plan(specs: Sequence[ParameterSpec], rank: int) -> Plan:
     side = math.isqrt(max(offsets[-1] - 1, 0)) + 1 if offsets[-1] else 0
     groups = (Group(side, side, min(side, rank), (0,), (0,), 0),) if side else ()
     slices = tuple((o, spec.numel) for o, spec in zip(offsets, specs, strict=False))
-    return Plan(side * side, groups, (), slices)
+    shared = slices if len(slices) > 1 and side else ()
+    return Plan(side * side, groups, (), slices, shared)
 
 
 def batch(buffer: Tensor, group: Group) -> Tensor:

@@ -137,6 +137,12 @@ def test_square_plan_holds_the_bucket() -> None:
     assert make_square_plan(specs((0,)), rank=2).sent_numel == 0
 
 
+def test_parameters_that_share_a_matrix_tell_whether_they_were_used() -> None:
+    plan = make_square_plan(specs((3, 2), (10,)), rank=1)
+    assert plan.shared == ((0, 6), (6, 10))
+    assert plan.sent_numel == 4 + 4 + 2
+
+
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=8),
     rank=st.integers(1, 6),
