@@ -1,5 +1,6 @@
 """PowerSGD gradient compression for PyTorch, as pure steps under a small state."""
 
+from powersgd.compilation import compile_steps
 from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
 from powersgd.orthogonalization import orthogonalize
 from powersgd.phases import EAGER, Steps
@@ -13,6 +14,7 @@ __all__ = [
     "PowerSGDState",
     "Steps",
     "batched_powerSGD_hook",
+    "compile_steps",
     "compute_p",
     "compute_q",
     "orthogonalize",

@@ -5,14 +5,14 @@ It starts no collective, and it changes the state in the last phase only.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from powersgd.memory import BucketState
 from powersgd.phases import Steps
-from powersgd.plan import batch, unbatch_
+from powersgd.plan import Plan, batch, unbatch_
 from powersgd.state import PowerSGDState
 from powersgd.steps import replace_zero_rows
 
@@ -116,6 +116,26 @@ def _restore_unused_(finite: Tensor, compression: Compression, old: list[Tensor]
 
 def _flatten(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
+
+
+def rehearse(state: PowerSGDState, plan: Plan, like: Tensor) -> None:
+    """Run the phases on zeros of the shapes to come, so that a compiler compiles them now.
+
+    Args:
+        state: The state. Not changed.
+        plan: A new bucket's plan.
+        like: A tensor of the bucket's dtype and device.
+    """
+    for shape in plan.groups:
+        start = shape.offsets[0]
+        shape = replace(shape, offsets=tuple(offset - start for offset in shape.offsets))
+        count, n, m = len(shape.members), shape.n, shape.m
+        matrix = batch(like.new_zeros(shape.offsets[-1] + n * m), shape)
+        residual = like.new_zeros(count, n, m) if state.use_error_feedback else None
+        p, q = like.new_zeros(count, shape.rank, n), like.new_zeros(count, shape.rank, m)
+        state.steps.compress_(matrix, residual, q)
+        state.steps.project(matrix, p)
+        state.steps.decompress_(matrix, residual, p, q, q.clone())
 
 
 def project(

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd.agreement import require_agreement
-from powersgd.compression import Compression, compress, decompress_if_, project
+from powersgd.compression import Compression, compress, decompress_if_, project, rehearse
 from powersgd.memory import BucketState
+from powersgd.phases import EAGER
 from powersgd.plan import ParameterSpec, make_plan, make_square_plan
 from powersgd.state import PowerSGDState
 
@@ -144,10 +145,13 @@ def _find_bucket(
         "the bucket's parameter strides": [list(spec.stride) for spec in specs],
         "the bucket's dtype": str(buffer.dtype),
         "whether the bucket is the last": is_last,
+        "whether the steps are powersgd.EAGER": state.steps is EAGER,
     }
     require_agreement(facts, group, buffer.device)
     bucket = BucketState(key, tuple(parameters), plan)
     state.add_bucket(bucket, buffer)
+    if state.steps is not EAGER:
+        rehearse(state, plan, buffer)
     return bucket
 
 

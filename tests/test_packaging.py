@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("orthogonalization", "arguments"),
     ("steps",),
-    ("phases",),
+    ("phases", "fused"),
+    ("compilation",),
     ("plan",),
     ("memory",),
     ("state",),

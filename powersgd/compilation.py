@@ -1,0 +1,105 @@
+"""The phases through torch.compile."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from powersgd import fused
+from powersgd.phases import EAGER, Steps
+
+_LEAST_NUMEL = 1 << 18  # below it, a compiled call costs more than it saves on CPU
+
+
+class _PerShape:
+    """A function that is compiled once for each set of shapes, strides, dtypes and devices.
+
+    A single ``torch.compile`` of it would run into the limit of recompiles, and dynamic shapes make
+    kernels that are much slower on CPU.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function = function
+        self._options = {"dynamic": False, "fullgraph": True} | options
+        self._forms: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> Any:
+        key = tuple(
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors
+        )
+        if key not in self._forms:
+            # The stub of torch.compile lags behind.
+            self._forms[key] = torch.compile(  # type: ignore[call-overload]
+                self._function, isolate_recompiles=True, **self._options
+            )
+        return self._forms[key](*tensors)
+
+
+class _Compiled:
+    """The compiled phases, and where they are used."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._compress_ = _PerShape(fused.compress_, options)
+        self._project = _PerShape(fused.project, options)
+        self._decompress_ = _PerShape(fused.decompress_, options)
+
+    def compress_(self, gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
+        # In blocks of products, this is faster on CPU than what Inductor generates.
+        form = EAGER.compress_ if gradient.is_cpu else self._compress_
+        p: Tensor = form(gradient, residual, q)
+        return p
+
+    def project(self, matrix: Tensor, p: Tensor) -> Tensor:
+        form = EAGER.project if matrix.is_cpu else self._project
+        q: Tensor = form(matrix, p)
+        return q
+
+    def decompress_(
+        self, matrix: Tensor, residual: Tensor | None, p: Tensor, q_local: Tensor, q: Tensor
+    ) -> None:
+        tensors = (matrix, residual, p, q_local, q)
+        if matrix.is_cpu and matrix.numel() < _LEAST_NUMEL:
+            EAGER.decompress_(*tensors)
+        elif matrix.is_contiguous():
+            self._decompress_(*tensors)
+        else:  # torch.compile copies an argument with gaps before it changes it
+            for i in range(matrix.size(0)):
+                self._decompress_(*(None if t is None else t[i : i + 1] for t in tensors))
+
+    def try_out(self) -> None:
+        shapes = ((2, 2), (2, 2), (1, 2), (1, 2), (1, 2))
+        with torch.no_grad():
+            self._decompress_(*(torch.zeros(1, *shape, device="cpu") for shape in shapes))
+
+
+def compile_steps(**options: Any) -> Steps:
+    """Return the steps through ``torch.compile``, for ``PowerSGDState(..., steps=...)``.
+
+    The end of a step, new residual and averaged gradient, becomes one pass over memory. On CPU the
+    products of P and Q stay as they are in `powersgd.EAGER`: its blocks are faster there than what
+    Inductor generates. Each shape is compiled once, when the state first meets it, which is before
+    compression starts if ``start_powerSGD_iter`` is at least 2.
+
+    Args:
+        **options: For ``torch.compile``, such as ``backend``, ``mode`` or ``options``.
+
+    Returns:
+        The compiled steps; `powersgd.EAGER`, with a warning, if this machine cannot compile.
+
+    Example:
+        >>> state = PowerSGDState(None, steps=compile_steps())  # doctest: +SKIP
+    """
+    compiled = _Compiled(options)
+    try:
+        compiled.try_out()
+    except Exception as error:  # whatever a missing or broken compiler raises
+        warnings.warn(
+            f"compile_steps returns the eager steps, because torch.compile failed: {error}",
+            stacklevel=2,
+        )
+        return EAGER
+    return EAGER._replace(
+        compress_=compiled.compress_, project=compiled.project, decompress_=compiled.decompress_
+    )

@@ -1,0 +1,72 @@
+"""The phases as plain tensor programs for a compiler, which fuses each into few passes over memory.
+
+They have the signatures and results of `powersgd.phases`. There, operations are ordered by hand for
+a CPU that runs them one by one; here the order is left to the compiler.
+"""
+
+import torch
+from torch import Tensor
+
+from powersgd.steps import compute_p, compute_q, reconstruct
+from powersgd.steps import residual as compute_residual
+
+
+def compress_(gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
+    """Add the residual to the gradients, in place, and compute P of the sums.
+
+    Args:
+        gradient: Shape ``(b, n, m)``; becomes ``gradient + residual``.
+        residual: Shape ``(b, n, m)``, or None without error feedback. Not changed.
+        q: Shape ``(b, r, m)``. Not changed.
+
+    Returns:
+        P, shape ``(b, r, n)``.
+    """
+    if residual is not None:
+        gradient.add_(residual)
+    return compute_p(gradient, q)
+
+
+def project(matrix: Tensor, p: Tensor) -> Tensor:
+    """Compute Q of a batch of matrices.
+
+    Args:
+        matrix: Shape ``(b, n, m)``. Not changed.
+        p: The orthonormal factor, shape ``(b, r, n)``. Not changed.
+
+    Returns:
+        Q, shape ``(b, r, m)``.
+    """
+    return compute_q(matrix, p)
+
+
+def decompress_(
+    matrix: Tensor, residual: Tensor | None, p: Tensor, q_local: Tensor, q: Tensor
+) -> None:
+    """Write the new residual, then the averaged gradient over the matrices, both in place.
+
+    Args:
+        matrix: Gradient plus old residual, shape ``(b, n, m)``; becomes ``reconstruct(p, q)``.
+        residual: Shape ``(b, n, m)``, or None without error feedback; becomes
+            ``matrix - reconstruct(p, q_local)``.
+        p: The orthonormal factor, shape ``(b, r, n)``. Not changed.
+        q_local: This rank's own factor, shape ``(b, r, m)``. Not changed.
+        q: The factor's mean over ranks, shape ``(b, r, m)``. Not changed.
+    """
+    rank = p.size(1)
+    # TorchScript does not fuse, and the sums of a large rank would be recomputed in registers.
+    if torch.jit.is_scripting() or rank > 32:  # type: ignore[attr-defined]
+        if residual is not None:
+            residual.copy_(compute_residual(matrix, p, q_local))
+        matrix.copy_(reconstruct(p, q))
+        return
+    columns = [p[:, i].unsqueeze(-1) for i in range(rank)]
+    if residual is not None:
+        left = matrix
+        for i in range(rank):
+            left = left - columns[i] * q_local[:, i].unsqueeze(-2)
+        residual.copy_(left)
+    total = columns[0] * q[:, 0].unsqueeze(-2)
+    for i in range(1, rank):
+        total = total + columns[i] * q[:, i].unsqueeze(-2)
+    matrix.copy_(total)
