@@ -10,7 +10,9 @@ from torch import Tensor
 from powersgd import fused
 from powersgd.phases import EAGER, Steps
 
-_LEAST_NUMEL = 1 << 18  # below it, a compiled call costs more than it saves on CPU
+# Where one compiled pass pays on CPU: the call is dear, and unrolled sums of a large rank are slow.
+_LEAST_NUMEL = 1 << 18
+_LARGEST_RANK = 8
 
 
 class _PerShape:
@@ -60,7 +62,8 @@ class _Compiled:
         self, matrix: Tensor, residual: Tensor | None, p: Tensor, q_local: Tensor, q: Tensor
     ) -> None:
         tensors = (matrix, residual, p, q_local, q)
-        if matrix.is_cpu and matrix.numel() < _LEAST_NUMEL:
+        is_slower = matrix.numel() < _LEAST_NUMEL or p.size(1) > _LARGEST_RANK
+        if matrix.is_cpu and is_slower:
             EAGER.decompress_(*tensors)
         elif matrix.is_contiguous():
             self._decompress_(*tensors)

@@ -54,8 +54,8 @@ def decompress_(
         q: The factor's mean over ranks, shape ``(b, r, m)``. Not changed.
     """
     rank = p.size(1)
-    # TorchScript does not fuse, and the sums of a large rank would be recomputed in registers.
-    if torch.jit.is_scripting() or rank > 32:  # type: ignore[attr-defined]
+    # TorchScript does not fuse, and no compiler makes many unrolled sums as fast as a product.
+    if torch.jit.is_scripting() or rank > 8:  # type: ignore[attr-defined]
         if residual is not None:
             residual.copy_(compute_residual(matrix, p, q_local))
         matrix.copy_(reconstruct(p, q))

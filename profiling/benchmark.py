@@ -33,22 +33,38 @@ WARM_UP = 3  # calls: allocations, caches
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Quartiles of the times of one call, in ms."""
+
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.0f} ({self.low:.0f}-{self.high:.0f})"
+
+
+@dataclass(frozen=True)
 class Row:
-    """One line of the table; times are medians in ms, spreads are quartiles."""
+    """One line of the table."""
 
     workload: str
     threads: int
     rank: int
-    torch_ms: float
-    torch_quartiles: tuple[float, float]
-    ours_ms: float
-    ours_quartiles: tuple[float, float]
-    floor_ms: float
+    torch: Timing
+    ours: Timing
+    compiled: Timing
+    floor: Timing
 
     @property
     def speedup(self) -> float:
         """How many times faster ours is."""
-        return self.torch_ms / self.ours_ms
+        return self.torch.median / self.ours.median
+
+    @property
+    def compiled_speedup(self) -> float:
+        """How many times faster ours is with compiled steps."""
+        return self.torch.median / self.compiled.median
 
 
 def make_bucket(shapes: Shapes) -> Any:
@@ -74,13 +90,12 @@ def _time_ms(function: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def _summary(times: list[float]) -> tuple[float, tuple[float, float]]:
-    low, median, high = statistics.quantiles(times[WARM_UP:], n=4)
-    return median, (low, high)
+def _summary(times: list[float]) -> Timing:
+    return Timing(*statistics.quantiles(times[WARM_UP:], n=4))
 
 
 def measure(workload: str, rank: int, repeats: int) -> Row:
-    """Time both hooks on one workload, in alternation.
+    """Time torch's hook, ours and ours with compiled steps on one workload, in alternation.
 
     Args:
         workload: A name of `WORKLOADS`.
@@ -94,21 +109,23 @@ def measure(workload: str, rank: int, repeats: int) -> Row:
     buffer = bucket.buffer()
     source = torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0))
     their_state = theirs.PowerSGDState(None, rank, start_powerSGD_iter=2)
-    our_state = powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
-    floors, their_times, our_times = [], [], []
-    for _ in range(repeats + WARM_UP):
-        floors.append(2.5 * _time_ms(lambda: buffer.copy_(source)))
-        their_times.append(_time_ms(lambda: theirs.powerSGD_hook(their_state, bucket).wait()))
-        buffer.copy_(source)
-        our_times.append(_time_ms(lambda: powersgd.powerSGD_hook(our_state, bucket).wait()))
-    return Row(
-        workload,
-        torch.get_num_threads(),
-        rank,
-        *_summary(their_times),
-        *_summary(our_times),
-        _summary(floors)[0],
+    ours = powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
+    compiled = powersgd.PowerSGDState(
+        None, rank, start_powerSGD_iter=2, steps=powersgd.compile_steps()
     )
+    calls = [
+        lambda: theirs.powerSGD_hook(their_state, bucket).wait(),
+        lambda: powersgd.powerSGD_hook(ours, bucket).wait(),
+        lambda: powersgd.powerSGD_hook(compiled, bucket).wait(),
+    ]
+    floors: list[float] = []
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats + WARM_UP):
+        for call, taken in zip(calls, times, strict=True):
+            floors.append(2.5 * _time_ms(lambda: buffer.copy_(source)))
+            taken.append(_time_ms(call))
+    summaries = [_summary(taken) for taken in (*times, floors)]
+    return Row(workload, torch.get_num_threads(), rank, *summaries)
 
 
 def _measure_all(
@@ -128,19 +145,21 @@ def _measure_all(
 def _table(rows: list[Row]) -> Table:
     table = Table(
         title="One call of the hook: median (quartiles) in ms",
-        caption="floor: 5 passes over the gradient; x: torch / ours",
+        caption="floor: 5 passes over the gradient; x: torch / the column before",
     )
-    for name in ("workload", "threads", "rank", "torch", "ours", "floor", "x"):
+    for name in ("workload", "threads", "rank", "torch", "ours", "x", "compiled", "x", "floor"):
         table.add_column(name, justify="left" if name == "workload" else "right")
     for row in rows:
         table.add_row(
             row.workload,
             str(row.threads),
             str(row.rank),
-            f"{row.torch_ms:.0f} ({row.torch_quartiles[0]:.0f}-{row.torch_quartiles[1]:.0f})",
-            f"{row.ours_ms:.0f} ({row.ours_quartiles[0]:.0f}-{row.ours_quartiles[1]:.0f})",
-            f"{row.floor_ms:.0f}",
+            str(row.torch),
+            str(row.ours),
             f"{row.speedup:.1f}",
+            str(row.compiled),
+            f"{row.compiled_speedup:.1f}",
+            f"{row.floor.median:.0f}",
         )
     return table
 
@@ -172,7 +191,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=3, help="Timed calls of each hook.")] = 15,
     save: Annotated[Path | None, typer.Option("--json", help="Also write the rows here.")] = None,
 ) -> None:
-    """Time torch's hook, ours and the floor, in one run."""
+    """Time torch's hook, ours, ours with compiled steps and the floor, in one run."""
     unknown = sorted(set(workload) - set(WORKLOADS))
     if unknown:
         raise typer.BadParameter(f"no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
@@ -181,11 +200,12 @@ def main(
     measured = _measure_all(workload, threads, rank, repeats)
     rows = list(track(measured, "Measuring", total=total, console=console, transient=True))
     console.print(_table(rows))
-    worst = min(rows, key=lambda row: row.speedup)
-    console.print(
-        f"Ours is at least {worst.speedup:.1f} times faster (lowest: {worst.workload}, "
-        f"rank {worst.rank}, {worst.threads} threads)."
-    )
+    for name, key in (("Ours", "speedup"), ("Compiled", "compiled_speedup")):
+        worst = min(rows, key=lambda row: float(getattr(row, key)))
+        console.print(
+            f"{name} is at least {getattr(worst, key):.1f} times faster than torch's (lowest: "
+            f"{worst.workload}, rank {worst.rank}, {worst.threads} threads)."
+        )
     if save is not None:
         save.write_text(
             json.dumps({"machine": _machine(), "rows": [asdict(row) for row in rows]}, indent=1)

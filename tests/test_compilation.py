@@ -21,7 +21,7 @@ def _matrices(count: int, gap: int) -> Tensor:
     return torch.randn(count * size).as_strided((count, N, M), (size, M, 1))
 
 
-@pytest.mark.parametrize("r", [1, 3, 33])
+@pytest.mark.parametrize("r", [1, 3, 9])
 @pytest.mark.parametrize(("count", "gap"), [(1, 0), (3, 0), (2, 7)])
 @pytest.mark.parametrize("with_residual", [True, False])
 def test_compiled_phases_equal_the_eager_ones(
