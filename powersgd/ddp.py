@@ -86,6 +86,14 @@ def _run(
 ) -> torch.futures.Future[torch.Tensor]:
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"the hook's state must be a powersgd.PowerSGDState, got {type(state)!r}")
+    if isinstance(bucket, tuple):  # from DDP's python_reducer, which ignores what is returned
+        if is_square:
+            raise RuntimeError("batched_powerSGD_hook needs DDP's buckets: use powerSGD_hook")
+        # Not above: it needs the compiler, whose import takes a second and pulls in numpy.
+        from powersgd.traced import reduce_parameter
+
+        reduce_parameter(state, *bucket)
+        return None  # type: ignore[return-value]
     parameters = bucket.parameters()
     is_first = bucket.index() == 0
     if is_first and not state.has_seen_all:

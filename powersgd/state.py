@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from powersgd.arguments import flag, group, integer, number
-from powersgd.memory import BucketState, carry_over, residual_slice
+from powersgd.memory import BucketState, carry_over, memory_order, residual_slice
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
 
@@ -125,6 +125,7 @@ class PowerSGDState:
         self.next_stats_report = 0
         # The buckets of the running step whose collectives are on their way; the reduction's.
         self.in_flight: list[Any] = []
+        self.traced: Any = None  # what graphs need, if the compiler traces the hook
         self._positions: dict[Tensor, tuple[str, int]] = {}
         self.has_seen_all = False  # the parameters of one whole step
         self._buckets: dict[Tensor, BucketState] = {}
@@ -144,8 +145,11 @@ class PowerSGDState:
         Args:
             bucket: The bucket that is done.
         """
-        if not bucket.is_last():
-            return
+        if bucket.is_last():
+            self.count_iteration()
+
+    def count_iteration(self) -> None:
+        """Count a step, and log when compression starts."""
         self.iter += 1
         if self.iter == self.start_powerSGD_iter:
             logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
@@ -200,7 +204,7 @@ class PowerSGDState:
             return None
         if parameter.is_complex():
             flat = torch.view_as_complex(flat.view(-1, 2))
-        order = sorted(range(parameter.dim()), key=lambda d: (-parameter.stride()[d], d))
+        order = memory_order(parameter)
         inverse = sorted(range(parameter.dim()), key=order.__getitem__)
         return flat.view([parameter.size(d) for d in order]).permute(inverse).clone()
 
@@ -286,7 +290,8 @@ class PowerSGDState:
             draws = []
             for member in shape.members:
                 position = self._positions[bucket.parameters[member]]
-                seed = _mix(self.random_seed, self.iter, *position)
+                step = max(self.iter, self.start_powerSGD_iter)
+                seed = _mix(self.random_seed, step, *position)
                 generator = torch.Generator().manual_seed(seed)
                 draws.append(torch.randn(shape.rank, shape.m, generator=generator))
             factors.append(torch.stack(draws).to(like))

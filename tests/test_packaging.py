@@ -24,11 +24,12 @@ LAYERS = (
     ("state",),
     ("compression", "agreement"),
     ("reduction",),
+    ("traced",),
     ("ddp",),
     ("__init__",),
 )
 APPLICATION = ("demo", "report", "cli", "__main__")
-MAY_IMPORT_DISTRIBUTED = {"agreement", "reduction", "ddp", "demo"}
+MAY_IMPORT_DISTRIBUTED = {"agreement", "reduction", "traced", "ddp", "demo"}
 
 
 def _imports(path: Path) -> set[str]:

@@ -1,0 +1,205 @@
+"""The reduction as the compiler sees it: one parameter at a time, inside the backward graph.
+
+With ``torch._dynamo.config.optimize_ddp = "python_reducer"`` and compiled autograd, DDP has no
+buckets. It calls its hook for each parameter while the backward pass is traced, so that the hook's
+operations and collectives become a part of the graph. Two graphs serve a whole run: plain averaging
+before compression starts, and compression after.
+"""
+
+# torch.library reads the annotations of a custom operator: no `from __future__ import annotations`.
+
+import gc
+import itertools
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd.agreement import require_agreement
+from powersgd.memory import BucketState, memory_order
+from powersgd.orthogonalization import orthogonalize
+from powersgd.plan import ParameterSpec, make_plan
+from powersgd.reduction import find_group
+from powersgd.state import PowerSGDState
+from powersgd.steps import compute_p, compute_q, reconstruct, replace_zero_rows, residual
+
+_handles = itertools.count()
+_registry: "weakref.WeakValueDictionary[int, TracedState]" = weakref.WeakValueDictionary()
+_last_trace: "list[weakref.ref[TracingContext]]" = []
+
+
+@dataclass(eq=False)
+class TracedState:
+    """What the graphs need of a state.
+
+    Attributes:
+        state: The state.
+        process_group: Its process group.
+        world_size: Ranks of the group.
+        buckets: For each parameter a bucket of its own, and the order of its dimensions in memory.
+        is_compressing: Whether the next step compresses; the one fact that graphs are guarded by.
+        counter: Steps begun; the operator that counts them must write something.
+        handle: By which the operator finds this object.
+    """
+
+    state: PowerSGDState
+    process_group: dist.ProcessGroup
+    world_size: int
+    buckets: dict[Tensor, tuple[BucketState, tuple[int, ...]]]
+    is_compressing: bool
+    counter: Tensor
+    handle: int = field(default_factory=lambda: next(_handles))
+
+    def begin_step(self) -> None:
+        """Count a step."""
+        if self.is_compressing:
+            plans = [bucket.plan for bucket, _ in self.buckets.values()]
+            self.state.count(plans, sum(plan.numel for plan in plans))
+        self.state.count_iteration()
+        self.is_compressing = not self.state.is_warming_up()
+
+
+@torch.library.custom_op("powersgd::begin_step", mutates_args=("counter",))
+def _begin_step(counter: Tensor, handle: int) -> None:
+    # Python that runs with the graph and not while it is traced: a step number that the graph read
+    # itself would be guarded, and each step would compile anew.
+    counter.add_(1)
+    _registry[handle].begin_step()
+
+
+@_begin_step.register_fake
+def _(counter: Tensor, handle: int) -> None:
+    del counter, handle
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_first_of_trace() -> bool:
+    # Runs while the graph is traced; prepares the states whose hooks the trace may meet.
+    for ddp, state in _hooked():
+        if state.traced is None:
+            state.traced = _prepare(ddp, state)
+            _registry[state.traced.handle] = state.traced
+    context = TracingContext.get()
+    is_first = not _last_trace or _last_trace[0]() is not context
+    _last_trace[:] = [weakref.ref(context)]
+    return is_first
+
+
+def _hooked() -> Iterator[tuple[DistributedDataParallel, PowerSGDState]]:
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel):
+            for _, state in thing._comm_hooks:
+                if isinstance(state, PowerSGDState):
+                    yield thing, state
+
+
+@torch.no_grad()
+def _prepare(ddp: DistributedDataParallel, state: PowerSGDState) -> TracedState:
+    parameters = [p for p in ddp._module_parameters if p.requires_grad]
+    specs = [ParameterSpec.of(parameter) for parameter in parameters]
+    group, device = find_group(state), parameters[0].device
+    facts = {
+        **state.settings(),
+        "the parameters' shapes": [list(spec.shape) for spec in specs],
+        "the parameters' strides": [list(spec.stride) for spec in specs],
+        "the parameters' dtypes": [str(parameter.dtype) for parameter in parameters],
+    }
+    require_agreement(facts, group, device)
+    for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
+        state.register([p for p in parameters if str(p.dtype) == kind], kind)
+    state.has_seen_all = True
+    buckets = {p: _add_bucket(state, p, s) for p, s in zip(parameters, specs, strict=True)}
+    return TracedState(
+        state,
+        group,
+        group.size(),
+        buckets,
+        not state.is_warming_up(),
+        torch.zeros((), device=device),
+    )
+
+
+def _add_bucket(
+    state: PowerSGDState, parameter: Tensor, spec: ParameterSpec
+) -> tuple[BucketState, tuple[int, ...]]:
+    plan = make_plan([spec], state.matrix_approximation_rank, state.min_compression_rate)
+    bucket = BucketState(("traced",), (parameter,), plan)
+    real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    state.add_bucket(bucket, real)
+    state.allocate(bucket, real)
+    return bucket, tuple(memory_order(parameter))
+
+
+def reduce_parameter(state: PowerSGDState, gradient: Tensor, parameter: Tensor) -> None:
+    """Average one parameter's gradient over the ranks, in place, while it is traced.
+
+    A step that meets an inf or a NaN in a parameter leaves that parameter's part of the state as it
+    was, and makes its gradient NaN on all ranks.
+
+    Args:
+        state: The state.
+        gradient: Shape and strides of ``parameter``; overwritten.
+        parameter: A parameter of the DDP model at which the hook is registered.
+
+    Raises:
+        RuntimeError: If backward is not being compiled, or the DDP model cannot be found.
+        ValueError: If the state has no warm start, or ranks differ in settings or models.
+    """
+    if not state.warm_start:
+        raise ValueError("warm_start is False, but must be True with DDP's python_reducer")
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            'DDP\'s "python_reducer" calls this hook outside of torch.compile; set '
+            "torch._dynamo.config.compiled_autograd = True and compile the DDP model"
+        )
+    is_first = _is_first_of_trace()
+    traced: TracedState | None = state.traced
+    if traced is None:
+        raise RuntimeError("PowerSGD found no DDP model with this state among Python's objects")
+    if is_first:
+        torch.ops.powersgd.begin_step(traced.counter, traced.handle)
+    bucket, order = traced.buckets[parameter]
+    if not traced.is_compressing or not bucket.plan.groups:
+        gradient.copy_(_mean(gradient, traced))
+        return
+    (shape,) = bucket.plan.groups
+    rows = gradient.permute(order)
+    rows = torch.view_as_real(rows) if gradient.is_complex() else rows
+    matrix = rows.reshape(1, shape.n, shape.m)
+    averaged = _compress(traced, bucket, matrix).view(rows.shape)
+    rows.copy_(averaged)
+
+
+def _mean(tensor: Tensor, traced: TracedState) -> Tensor:
+    # Divide first, as everywhere.
+    share = tensor * (1.0 / traced.world_size)
+    mean: Tensor = functional.all_reduce(share, "sum", traced.process_group)
+    return mean
+
+
+def _compress(traced: TracedState, bucket: BucketState, matrix: Tensor) -> Tensor:
+    state = traced.state
+    (shape,) = bucket.plan.groups
+    assert bucket.q is not None
+    assert bucket.spare is not None
+    q, spare = shape.q_block(bucket.q), shape.q_block(bucket.spare)
+    old = None if bucket.residual is None else shape.residual_block(bucket.residual)
+    merged = matrix if old is None else matrix + old
+    p_mean = _mean(compute_p(merged, q), traced)
+    p = orthogonalize(p_mean, state.orthogonalization_epsilon / traced.world_size)
+    q_local = compute_q(merged, p)
+    q_mean = _mean(q_local, traced)
+    finite = p_mean.isfinite().all() & q_mean.isfinite().all()
+    if old is not None:
+        old.copy_(torch.where(finite, residual(merged, p, q_local), old))
+    unit = orthogonalize(q_mean, state.orthogonalization_epsilon)
+    spare.copy_(spare.roll(1, -1))  # a dead row gets another direction each step
+    q.copy_(torch.where(finite, replace_zero_rows(unit, (q + spare) / 2), q))
+    return reconstruct(p, torch.where(finite, q_mean, math.nan))
