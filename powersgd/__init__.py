@@ -2,6 +2,7 @@
 
 from powersgd.compilation import compile_steps
 from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
+from powersgd.loading import load_steps
 from powersgd.orthogonalization import orthogonalize
 from powersgd.phases import EAGER, Steps
 from powersgd.state import PowerSGDState
@@ -17,6 +18,7 @@ __all__ = [
     "compile_steps",
     "compute_p",
     "compute_q",
+    "load_steps",
     "orthogonalize",
     "powerSGD_hook",
     "reconstruct",

@@ -18,7 +18,7 @@ LAYERS = (
     ("orthogonalization", "arguments"),
     ("steps",),
     ("phases", "fused"),
-    ("compilation",),
+    ("compilation", "loading"),
     ("plan",),
     ("memory",),
     ("state",),

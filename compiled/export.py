@@ -1,0 +1,241 @@
+"""Write the steps to files that `powersgd.load_steps` and the C++ runner read.
+
+``python -m compiled.export --help`` shows the command line.
+"""
+
+import importlib
+import json
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.pt2_archive._package import package_pt2
+
+import powersgd
+from powersgd import fused
+from powersgd.loading import FACTS
+from powersgd.orthogonalization import orthogonalize_all
+from powersgd.plan import ParameterSpec, make_plan
+
+
+class Format(str, Enum):
+    """What kind of file."""
+
+    SCRIPT = "script"
+    EXPORT = "export"
+    AOTI = "aoti"
+
+
+SUFFIXES = {
+    Format.SCRIPT: "powersgd.ts",
+    Format.EXPORT: "powersgd-rank{rank}-{dtype}-export.pt2",
+    Format.AOTI: "powersgd-rank{rank}-{dtype}-aoti.pt2",
+}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+class _Scripted(nn.Module):
+    """All phases, for TorchScript; of any rank and dtype."""
+
+    @torch.jit.export
+    def compress_(self, gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
+        return fused.compress_(gradient, residual, q)
+
+    @torch.jit.export
+    def orthogonalize_all(self, factors: list[Tensor], epsilon: float) -> list[Tensor]:
+        return orthogonalize_all(factors, epsilon)
+
+    @torch.jit.export
+    def project(self, matrix: Tensor, p: Tensor) -> Tensor:
+        return fused.project(matrix, p)
+
+    @torch.jit.export
+    def decompress_(
+        self, matrix: Tensor, residual: Tensor | None, p: Tensor, q_local: Tensor, q: Tensor
+    ) -> None:
+        fused.decompress_(matrix, residual, p, q_local, q)
+
+
+class _Phase(nn.Module):
+    """One phase, for torch.export."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.phase = getattr(fused, name)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        result = self.phase(*tensors)
+        return tensors[0].new_zeros(()) if result is None else result  # a program returns something
+
+
+def export_phases(rank: int, dtype: torch.dtype) -> dict[str, ExportedProgram]:
+    """Export each phase, with error feedback, for any batch and matrix size.
+
+    Args:
+        rank: Rank of the factors.
+        dtype: Of all tensors.
+
+    Returns:
+        The programs by the names of `powersgd.Steps`.
+    """
+    b, n, m = Dim("b", min=1), Dim("n", min=2), Dim("m", min=2)
+    matrix = (torch.zeros(3, 24, 40, dtype=dtype), {0: b, 1: n, 2: m})
+    p = (torch.zeros(3, rank, 24, dtype=dtype), {0: b, 2: n})
+    q = (torch.zeros(3, rank, 40, dtype=dtype), {0: b, 2: m})
+    arguments = {
+        "compress_": (matrix, matrix, q),
+        "project": (matrix, p),
+        "decompress_": (matrix, matrix, p, q, q),
+    }
+    return {
+        name: torch.export.export(
+            _Phase(name),
+            tuple(example.clone() for example, _ in pairs),
+            dynamic_shapes=(tuple(sizes for _, sizes in pairs),),
+        )
+        for name, pairs in arguments.items()
+    }
+
+
+def write(path: Path, kind: Format, rank: int, dtype: torch.dtype) -> None:
+    """Write one file.
+
+    Args:
+        path: Where; ``.pt2`` for exported programs and AOTInductor packages.
+        kind: What kind of file.
+        rank: Rank of the factors; TorchScript takes any.
+        dtype: Of all tensors; TorchScript takes any.
+    """
+    facts = json.dumps({"torch": torch.__version__, "rank": rank, "dtype": str(dtype)})
+    if kind is Format.SCRIPT:
+        scripted: Any = torch.jit.script(_Scripted())
+        scripted.save(path, _extra_files={FACTS: facts})
+        return
+    programs = export_phases(rank, dtype)
+    if kind is Format.EXPORT:
+        package_pt2(str(path), exported_programs=programs, extra_files={FACTS: facts})
+        return
+    options = {"aot_inductor.package": True}
+    compiled: dict[str, Any] = {}
+    for name, program in programs.items():
+        inputs = program.example_inputs[0]
+        compiled[name] = torch._inductor.aot_compile(program.module(), inputs, options=options)
+    package_pt2(str(path), aoti_files=compiled, extra_files={FACTS: facts})
+
+
+def read_shapes(source: str) -> list[tuple[int, ...]]:
+    """Read parameter shapes from wherever they are.
+
+    Args:
+        source: A list such as ``512x256,64x3x3x3``, a state_dict (``.pt``, ``.pth``) or
+            ``.safetensors`` file, or ``module:function`` that returns a module.
+
+    Returns:
+        The shapes.
+
+    Raises:
+        ValueError: If the source is none of these.
+    """
+    path = Path(source)
+    if path.is_file():
+        return _read_file(path)
+    if re.fullmatch(r"\d+(x\d+)*(,\d+(x\d+)*)*", source):
+        return [tuple(int(size) for size in shape.split("x")) for shape in source.split(",")]
+    module, _, function = source.partition(":")
+    if not function:
+        raise ValueError(
+            f"{source!r} is no file, no list of shapes such as 512x256,64x3x3x3, and no "
+            "module:function"
+        )
+    with torch.device("meta"):
+        model: nn.Module = getattr(importlib.import_module(module), function)()
+    return [tuple(parameter.shape) for parameter in model.parameters()]
+
+
+def _read_file(path: Path) -> list[tuple[int, ...]]:
+    if path.suffix == ".safetensors":  # the length of a JSON header, then the header
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return [tuple(v["shape"]) for name, v in header.items() if name != "__metadata__"]
+    tensors = torch.load(path, map_location="meta", weights_only=True)
+    return [tuple(tensor.shape) for tensor in tensors.values() if isinstance(tensor, Tensor)]
+
+
+def largest_difference(
+    steps: powersgd.Steps, n: int, m: int, rank: int, dtype: torch.dtype
+) -> float:
+    """Compare steps with the eager ones on one random matrix.
+
+    Args:
+        steps: The steps to check.
+        n: Rows.
+        m: Columns.
+        rank: Rank of the factors.
+        dtype: Of all tensors.
+
+    Returns:
+        The largest difference of all results, relative to the largest entry.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((n, m), (n, m), (rank, n), (rank, m), (rank, m))
+    inputs = [torch.randn(1, *shape, generator=generator).to(dtype) for shape in shapes]
+    results = []
+    for form in (steps, powersgd.EAGER):
+        matrix, residual, p, q_local, q = (tensor.clone() for tensor in inputs)
+        factors = [form.compress_(matrix, residual, q), form.project(matrix, p)]
+        form.decompress_(matrix, residual, p, q_local, q)
+        results.append([*factors, matrix, residual])
+    return max(
+        float((mine - right).abs().max() / right.abs().max())
+        for mine, right in zip(*results, strict=True)
+    )
+
+
+def main(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="512x256,64x3x3x3, a state_dict or .safetensors file, or module:function."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory for the files.")] = Path(),
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the factors.")] = 1,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
+    min_compression_rate: Annotated[float, typer.Option(help="See PowerSGDState.")] = 2,
+    kinds: Annotated[
+        list[Format], typer.Option("--format", help="What to write; repeat for several.")
+    ] = list(Format),  # noqa: B006 (typer reads it)
+) -> None:
+    """Write the steps to files, and check each on a model's matrices against the eager steps."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"no dtype {dtype!r}; there are {', '.join(DTYPES)}")
+    try:
+        shapes = read_shapes(source)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise typer.BadParameter(str(error)) from error
+    specs = [ParameterSpec.of(torch.empty(shape, device="meta")) for shape in shapes]
+    plan = make_plan(specs, rank, min_compression_rate)
+    matrices = sorted({(group.n, group.m) for group in plan.groups if group.rank == rank})
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    for kind in kinds:
+        path = out / SUFFIXES[kind].format(rank=rank, dtype=dtype)
+        write(path, kind, rank, DTYPES[dtype])
+        steps = powersgd.load_steps(path)
+        worst = max(
+            (largest_difference(steps, *nm, rank, DTYPES[dtype]) for nm in matrices), default=0.0
+        )
+        console.print(
+            f"{path}: {len(matrices)} shapes of {len(specs)} parameters checked, largest relative "
+            f"difference from the eager steps {worst:.1e}"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,139 @@
+"""Steps from files: every kind equals the eager steps, and says so if it does not fit."""
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import powersgd
+from compiled.export import Format, read_shapes, write
+
+from .ranks import run_ranks
+from .test_compilation import _train
+from .tolerances import assert_close
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, while it exports
+
+RANK = 2
+SUFFIX = {Format.SCRIPT: ".ts", Format.EXPORT: ".pt2", Format.AOTI: ".pt2"}
+KINDS = [
+    pytest.param(
+        kind,
+        marks=pytest.mark.skipif(
+            kind is Format.SCRIPT and sys.version_info >= (3, 14),
+            reason="Python 3.14 and newer have no TorchScript",
+        ),
+    )
+    for kind in Format
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[Format, Path]:
+    directory = tmp_path_factory.mktemp("steps")
+    paths = {kind: directory / f"{kind.value}{SUFFIX[kind]}" for kind in Format}
+    for kind, path in paths.items():
+        write(path, kind, RANK, torch.float32)
+    return paths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize(
+    ("count", "n", "m", "gap"), [(1, 30, 20, 0), (3, 16, 24, 0), (2, 7, 9, 5), (1, 300, 1000, 0)]
+)
+def test_loaded_phases_equal_the_eager_ones(
+    files: dict[Format, Path], kind: Format, count: int, n: int, m: int, gap: int, *,
+    with_residual: bool,
+) -> None:  # fmt: skip
+    size = n * m + gap
+    gradient = torch.randn(count * size).as_strided((count, n, m), (size, m, 1))
+    old = torch.randn(count, n, m) if with_residual else None
+    p, q, own = (torch.randn(count, RANK, k) for k in (n, m, m))
+    results: list[list[Tensor]] = []
+    for steps in (powersgd.load_steps(files[kind]), powersgd.EAGER):
+        matrix = torch.empty_strided(gradient.shape, gradient.stride()).copy_(gradient)
+        new = None if old is None else old.clone()
+        factors = [steps.compress_(matrix, new, q), steps.project(matrix, p)]
+        steps.decompress_(matrix, new, p, own, q)
+        units = steps.orthogonalize_all([p, q], 0.0)
+        results.append([*factors, *units, matrix, *([] if new is None else [new])])
+    for mine, right in zip(*results, strict=True):
+        assert_close(mine, right)
+
+
+def _train_both(rank: int, path: Path) -> list[list[Tensor]]:
+    return [
+        _train(rank, steps, 2, strict_from=100)
+        for steps in (powersgd.load_steps(path), powersgd.EAGER)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_with_loaded_steps_equals_eager(files: dict[Format, Path], kind: Format) -> None:
+    ranks = run_ranks(_train_both, 2, files[kind], timeout_s=200)
+    for loaded, eager in ranks:
+        for mine, first, right in zip(loaded, ranks[0][0], eager, strict=True):
+            assert torch.equal(mine, first)
+            assert_close(mine, right, scale=10)
+
+
+@pytest.mark.parametrize("kind", [Format.EXPORT, Format.AOTI])
+def test_another_rank_or_dtype_is_an_error(files: dict[Format, Path], kind: Format) -> None:
+    steps = powersgd.load_steps(files[kind])
+    with pytest.raises(ValueError, match=r"rank 2 and torch\.float32, but .* rank 3"):
+        steps.compress_(torch.randn(1, 9, 9), torch.randn(1, 9, 9), torch.randn(1, 3, 9))
+    double = torch.randn(1, 9, 9).double()
+    with pytest.raises(ValueError, match=r"rank 2 and torch\.float32, but .* torch\.float64"):
+        steps.project(double, double[:, :2])
+
+
+def test_a_matrix_too_small_for_the_rank_is_compressed_all_the_same(
+    files: dict[Format, Path],
+) -> None:
+    matrix, p = torch.randn(3, 1, 50), torch.ones(3, 1, 1)
+    assert_close(powersgd.load_steps(files[Format.EXPORT]).project(matrix, p), matrix)
+
+
+def test_files_of_other_versions_and_other_files_are_errors(
+    files: dict[Format, Path], tmp_path: Path
+) -> None:
+    old = tmp_path / "old.pt2"
+    with zipfile.ZipFile(files[Format.EXPORT]) as source, zipfile.ZipFile(old, "w") as target:
+        for name in source.namelist():
+            is_facts = name.endswith("/extra/powersgd.json")
+            content = json.dumps({"torch": "1.0"}).encode() if is_facts else source.read(name)
+            target.writestr(name, content)
+    with pytest.raises(ValueError, match=r"made by torch 1\.0, but this is torch .*export"):
+        powersgd.load_steps(old)
+    other = tmp_path / "other.pt"
+    torch.save({}, other)
+    (tmp_path / "text").write_text("text")
+    for path in (other, tmp_path / "text"):
+        with pytest.raises(ValueError, match=r"does not hold steps .* compiled\.export"):
+            powersgd.load_steps(path)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        powersgd.load_steps(tmp_path / "nothing")
+
+
+def make_model() -> nn.Module:
+    return nn.Linear(5, 7)
+
+
+def test_shapes_come_from_anywhere(tmp_path: Path) -> None:
+    assert read_shapes("512x256,64x3x3x3,7") == [(512, 256), (64, 3, 3, 3), (7,)]
+    assert read_shapes("tests.test_loading:make_model") == [(7, 5), (7,)]
+    torch.save(make_model().state_dict(), tmp_path / "model.pt")
+    assert read_shapes(str(tmp_path / "model.pt")) == [(7, 5), (7,)]
+    header = json.dumps(
+        {"__metadata__": {}, "w": {"dtype": "F32", "shape": [7, 5], "data_offsets": [0, 140]}}
+    ).encode()
+    safe = tmp_path / "model.safetensors"
+    safe.write_bytes(len(header).to_bytes(8, "little") + header + bytes(140))
+    assert read_shapes(str(safe)) == [(7, 5)]
+    with pytest.raises(ValueError, match="'nothing' is no file"):
+        read_shapes("nothing")
