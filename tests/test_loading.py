@@ -1,6 +1,8 @@
 """Steps from files: every kind equals the eager steps, and says so if it does not fit."""
 
 import json
+import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -118,6 +120,51 @@ def test_files_of_other_versions_and_other_files_are_errors(
             powersgd.load_steps(path)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         powersgd.load_steps(tmp_path / "nothing")
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not shutil.which("cmake") or not shutil.which("c++"):
+        pytest.skip("needs cmake and a C++ compiler")
+    build = tmp_path_factory.mktemp("runner")
+    source = Path(__file__).parents[1] / "compiled" / "runner"
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for command in (["-S", source, "-B", build, prefix], ["--build", build]):
+        subprocess.run(["cmake", *map(str, command)], check=True, timeout=280, capture_output=True)
+    return build / "runner"
+
+
+def _run_in_python(steps: powersgd.Steps, inputs: list[Tensor]) -> list[Tensor]:
+    q, *rest = (tensor.clone() for tensor in inputs)
+    matrices, residuals = rest[::2], rest[1::2]
+    sent = [steps.compress_(m, r, q) for m, r in zip(matrices, residuals, strict=True)]
+    (p,) = steps.orthogonalize_all([torch.stack(sent).mean(0)], 0.0)
+    own = [steps.project(matrix, p) for matrix in matrices]
+    mean = torch.stack(own).mean(0)
+    for matrix, left, local in zip(matrices, residuals, own, strict=True):
+        steps.decompress_(matrix, left, p, local, mean)
+    return [matrices[0], *residuals]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 and newer have no TorchScript")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", [Format.SCRIPT, Format.AOTI])
+def test_cpp_prints_the_same_numbers(
+    files: dict[Format, Path], runner: Path, kind: Format, tmp_path: Path
+) -> None:
+    inputs = [torch.randn(1, RANK, 40), *(torch.randn(1, 30, 40) for _ in range(3 * 2))]
+    torch.save(inputs, tmp_path / "inputs")
+    paths = [files[kind], files[Format.SCRIPT], tmp_path / "inputs", tmp_path / "outputs"]
+    result = subprocess.run(
+        [runner, kind.value, *paths], check=True, timeout=100, capture_output=True, text=True
+    )
+    expected = _run_in_python(powersgd.load_steps(files[kind]), inputs)
+    sums = [float(tensor.double().abs().sum()) for tensor in expected]
+    assert [float(line) for line in result.stdout.split()] == pytest.approx(sums, rel=1e-6)
+    for mine, right in zip(
+        torch.load(tmp_path / "outputs", weights_only=False), expected, strict=True
+    ):
+        assert_close(mine, right)
 
 
 def make_model() -> nn.Module:
