@@ -37,6 +37,7 @@ SUFFIXES = {
     Format.EXPORT: "powersgd-rank{rank}-{dtype}-export.pt2",
     Format.AOTI: "powersgd-rank{rank}-{dtype}-aoti.pt2",
 }
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -222,15 +223,18 @@ def main(
     specs = [ParameterSpec.of(torch.empty(shape, device="meta")) for shape in shapes]
     plan = make_plan(specs, rank, min_compression_rate)
     matrices = sorted({(group.n, group.m) for group in plan.groups if group.rank == rank})
+    if not matrices:
+        raise typer.BadParameter(f"{source} has no matrix that is compressed at rank {rank}")
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     for kind in kinds:
         path = out / SUFFIXES[kind].format(rank=rank, dtype=dtype)
         write(path, kind, rank, DTYPES[dtype])
         steps = powersgd.load_steps(path)
-        worst = max(
-            (largest_difference(steps, *nm, rank, DTYPES[dtype]) for nm in matrices), default=0.0
-        )
+        worst = max(largest_difference(steps, *nm, rank, DTYPES[dtype]) for nm in matrices)
+        if not worst <= TOLERANCES[DTYPES[dtype]]:  # also if it is NaN
+            console.print(f"{path} is wrong: it differs from the eager steps by {worst:.1e}")
+            raise typer.Exit(1)
         console.print(
             f"{path}: {len(matrices)} shapes of {len(specs)} parameters checked, largest relative "
             f"difference from the eager steps {worst:.1e}"

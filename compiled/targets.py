@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd import orthogonalization, steps
+from powersgd import fused, orthogonalization, steps
 
 SHAPES = ((1, 8, 6, 1), (3, 8, 6, 2), (3, 5, 9, 4))  # batch, n, m, rank
 
@@ -49,6 +49,7 @@ def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
 
     for b, n, m, r in SHAPES:
         matrix, p, q = draw(b, n, m), draw(b, r, n), draw(b, r, m)
+        old, own = draw(b, n, m), draw(b, r, m)
         case = f"{b}x{n}x{m}-rank{r}"
         yield Target(f"compute_p-{case}", steps.compute_p, (matrix, q))
         yield Target(f"orthogonalize-{case}", orthogonalization.orthogonalize, (p,))
@@ -58,6 +59,9 @@ def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
         yield Target(f"compute_q-{case}", steps.compute_q, (matrix, p))
         yield Target(f"reconstruct-{case}", steps.reconstruct, (p, q))
         yield Target(f"residual-{case}", steps.residual, (matrix, p, q))
+        yield Target(f"compress_-{case}", fused.compress_, (matrix, old, q), out=(0,))
+        yield Target(f"decompress_-{case}", fused.decompress_, (matrix, old, p, q, own), out=(0, 1))
+        yield Target(f"project-{case}", fused.project, (matrix, p))
         yield Target(f"replace_zero_rows-{case}", steps.replace_zero_rows, (p, -p))
 
 

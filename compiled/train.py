@@ -51,6 +51,7 @@ class Run:
         stats: `PowerSGDState.compression_stats`.
         graphs: Graphs that were compiled: forward, and with ``python_reducer`` backward too.
         collectives: All-reduces started in the last step.
+        are_nan: By parameter, whether all of its averaged gradient was NaN in the last step.
     """
 
     losses: list[float]
@@ -60,6 +61,7 @@ class Run:
     stats: tuple[float, int, int]
     graphs: int
     collectives: int
+    are_nan: list[bool]
 
 
 class Model(nn.Module):
@@ -156,7 +158,9 @@ def train(
         batch = batch * math.nan if i == bad_step and rank == 1 else batch
         with profiler if i == steps - 1 else nullcontext():
             losses.append(step(batch).item())
-        if all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters()):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        are_nan = [bool(gradient.isnan().all()) for gradient in gradients]
+        if all(gradient.isfinite().all() for gradient in gradients):
             optimizer.step()
         optimizer.zero_grad()
     events = profiler.events()  # type: ignore[no-untyped-call]
@@ -168,6 +172,7 @@ def train(
         state.compression_stats(),
         inductor.graphs,
         sum(event.name == "gloo:all_reduce" for event in events or []),
+        are_nan,
     )
 
 

@@ -45,6 +45,7 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Te
 
 
 def _describe(facts: Sequence[Mapping[str, Any]]) -> str:
-    name = next(k for k in facts[0] if any(f.get(k) != facts[0][k] for f in facts))
+    names = dict.fromkeys(name for rank in facts for name in rank)
+    name = next(k for k in names if len({json.dumps(f.get(k)) for f in facts}) > 1)
     values = ", ".join(f"rank {rank} has {f.get(name)!r}" for rank, f in enumerate(facts))
     return f"ranks disagree on {name}: {values}; it must be the same on all ranks of the group"

@@ -46,11 +46,12 @@ def number(name: str, value: Any, allowed: Literal["> 0", ">= 0"]) -> float:
     try:
         is_allowed = value > 0 if allowed == "> 0" else value >= 0
         is_allowed = is_allowed and math.isfinite(value) and not isinstance(value, bool)
-    except TypeError:
+        result = float(value)
+    except (TypeError, ValueError):
         is_allowed = False
     if not is_allowed:
         raise ValueError(f"{name} is {value!r}, but must be a finite number {allowed}")
-    return value  # type: ignore[no-any-return]
+    return result
 
 
 def flag(name: str, value: Any) -> bool:
@@ -64,7 +65,7 @@ def flag(name: str, value: Any) -> bool:
         The flag.
 
     Raises:
-        ValueError: If it is neither True nor False; names the value.
+        ValueError: If it is neither True nor False nor equal to one of them; names the value.
     """
     if value not in (False, True):
         raise ValueError(f"{name} is {value!r}, but must be True or False")

@@ -1,6 +1,6 @@
 """One bucket through one compressed step: the three phases between its two all-reduces.
 
-It starts no collective, and it changes the state in the last phase only.
+It starts no collective, and it changes what the state carries over in the last phase only.
 """
 
 import math

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from powersgd.reduction import find_group, reduce_bucket
+from powersgd.reduction import reduce_bucket, require_same_group
 from powersgd.state import PowerSGDState
 
 
@@ -30,12 +30,15 @@ def powerSGD_hook(  # noqa: N802 (torch's name)
         bucket: The bucket that is ready.
 
     Returns:
-        A future of the averaged gradients, complete once the step's last bucket was handed in.
-        If any rank had an inf or a NaN in this step, or would keep a residual so large that later
-        steps overflow, all compressed gradients are NaN on all ranks, and ``state`` is as it was.
+        A future of the averaged gradients, complete once the step's last bucket was handed in;
+        None in a graph, see `powersgd.traced`.
+        If any rank had an inf or a NaN in this step, all compressed gradients are NaN on all ranks,
+        and ``state`` is as it was; likewise if a float16 residual (on CPU, of any dtype) would
+        become so large that later steps overflow.
 
     Raises:
-        RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).
+        RuntimeError: If there is no process group, a collective fails (a rank died, a timeout), or
+            DDP's ``python_reducer`` is used without compiled autograd.
         TypeError: If ``state`` is not a `powersgd.PowerSGDState`.
         ValueError: If the state serves another model, if its process group is not DDP's, or if
             ranks differ in their settings or models.
@@ -111,9 +114,7 @@ def _run(
 
 
 def _require_group_of_ddp(state: PowerSGDState, parameters: Sequence[Tensor]) -> None:
-    # DDP does not tell a hook which group it averages over; with another one its replicas would
-    # drift apart without a word. So look for the DDP instance, once in a run.
-    mine = dist.get_process_group_ranks(find_group(state))
+    # DDP does not tell a hook which group it averages over: look for the instance, once in a run.
     for thing in gc.get_objects():
         if not issubclass(type(thing), DistributedDataParallel):
             continue
@@ -123,9 +124,4 @@ def _require_group_of_ddp(state: PowerSGDState, parameters: Sequence[Tensor]) ->
                     "start_powerSGD_iter is 0, but must be >= 1 with DDP's static_graph, whose "
                     "first step does not say which bucket is the last"
                 )
-            theirs = dist.get_process_group_ranks(thing.process_group)
-            if mine != theirs:
-                raise ValueError(
-                    f"the state's process group has the ranks {mine}, but DDP averages over the "
-                    f"ranks {theirs}; give both the same process group"
-                )
+            require_same_group(state, thing.process_group)

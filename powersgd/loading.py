@@ -1,7 +1,7 @@
 """The steps from a file: TorchScript, exported programs or an AOTInductor package.
 
-``python -m compiled.export`` writes such files. A ``.pt2`` file is made for one rank and one dtype,
-and for any batch and matrix size.
+``python -m compiled.export`` writes such files. A ``.pt2`` file is made for one rank, one dtype and
+the CPU, and for any batch of matrices with at least two rows and columns.
 """
 
 import json
@@ -29,13 +29,15 @@ class _Loaded:
         self._phases: dict[str, Callable[..., Any]] = phases
 
     def _fits(self, matrix: Tensor, rank: int) -> bool:
-        if str(matrix.dtype) == self._dtype and rank == self._rank:
-            return True
-        if str(matrix.dtype) == self._dtype and rank == min(matrix.shape[1:]) < self._rank:
-            return False  # a matrix too small for the rank: the eager steps take it
+        smallest = min(matrix.shape[1:])
+        is_expected_rank = rank == min(self._rank, smallest)
+        if str(matrix.dtype) == self._dtype and is_expected_rank and matrix.is_cpu:
+            # A matrix too small for the rank, or with one row or column, is for the eager steps.
+            return smallest >= max(self._rank, 2)
         raise ValueError(
-            f"{self._path} holds the steps for rank {self._rank} and {self._dtype}, but the matrix "
-            f"is to have rank {rank} and is {matrix.dtype}; export the steps for these"
+            f"{self._path} holds the steps for rank {self._rank} and {self._dtype} on CPU, but the "
+            f"matrix is to have rank {rank} and is {matrix.dtype} on {matrix.device}; export the "
+            "steps for these"
         )
 
     def compress_(self, gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def load_steps(path: str | Path) -> Steps:
     scripted = torch.jit.load(path)  # type: ignore[no-untyped-call]
     return EAGER._replace(
         compress_=scripted.compress_,
-        orthogonalize_all=lambda factors, epsilon: scripted.orthogonalize_all(factors, epsilon),
+        orthogonalize_all=scripted.orthogonalize_all,
         project=scripted.project,
         decompress_=scripted.decompress_,
     )

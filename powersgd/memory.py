@@ -32,11 +32,6 @@ class BucketState:
     spare: Tensor | None = None
 
 
-def memory_order(parameter: Tensor) -> list[int]:
-    """List a parameter's dimensions from the outermost in memory to the innermost."""
-    return sorted(range(parameter.dim()), key=lambda d: (-parameter.stride()[d], d))
-
-
 def residual_slice(bucket: BucketState, parameter: Tensor) -> Tensor | None:
     """View a parameter's residual, flat, in the order of its memory; None if it has none."""
     index = next(i for i, p in enumerate(bucket.parameters) if p is parameter)

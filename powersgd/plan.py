@@ -156,6 +156,22 @@ def matrix_shape(spec: ParameterSpec) -> tuple[int, int] | None:
     return rows, spec.numel // rows
 
 
+def memory_order(spec: ParameterSpec) -> list[int]:
+    """List the dimensions of a parameter's gradient from the outermost in memory to the innermost.
+
+    Args:
+        spec: A parameter of any shape and strides.
+
+    Returns:
+        A permutation of the dimensions; that of a row-major tensor where the parameter has gaps,
+        because DDP lays out such a gradient row by row.
+    """
+    dimensions = range(len(spec.shape))
+    if not _is_dense(spec):
+        return list(dimensions)
+    return sorted(dimensions, key=lambda d: (-spec.stride[d], d))
+
+
 def is_worth_compressing(n: int, m: int, rank: int, min_compression_rate: float) -> bool:
     """Apply torch's rule, ``(n + m) * rank * min_compression_rate < n * m``."""
     return (n + m) * rank * min_compression_rate < n * m

@@ -61,6 +61,25 @@ def find_group(state: PowerSGDState) -> dist.ProcessGroup:
     return group
 
 
+def require_same_group(state: PowerSGDState, of_ddp: dist.ProcessGroup) -> None:
+    """Raise unless the state's process group has the ranks of DDP's.
+
+    Args:
+        state: The state.
+        of_ddp: The group over which DDP averages.
+
+    Raises:
+        ValueError: If the ranks differ: the replicas would drift apart without a word.
+    """
+    mine = dist.get_process_group_ranks(find_group(state))
+    theirs = dist.get_process_group_ranks(of_ddp)
+    if mine != theirs:
+        raise ValueError(
+            f"the state's process group has the ranks {mine}, but DDP averages over the "
+            f"ranks {theirs}; give both the same process group"
+        )
+
+
 def reduce_bucket(
     state: PowerSGDState,
     buffer: Tensor,

@@ -5,7 +5,9 @@ to be good on all ranks; until then the state is as it was.
 """
 
 import hashlib
+import itertools
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,11 +15,14 @@ import torch
 from torch import Tensor
 
 from powersgd.arguments import flag, group, integer, number
-from powersgd.memory import BucketState, carry_over, memory_order, residual_slice
+from powersgd.memory import BucketState, carry_over, residual_slice
 from powersgd.phases import EAGER, Steps
-from powersgd.plan import Plan
+from powersgd.plan import ParameterSpec, Plan, memory_order
 
 logger = logging.getLogger(__name__)
+
+_handles = itertools.count()
+STATES: weakref.WeakValueDictionary[int, "PowerSGDState"] = weakref.WeakValueDictionary()
 
 _AGREED = (
     "matrix_approximation_rank",
@@ -27,7 +32,6 @@ _AGREED = (
     "warm_start",
     "orthogonalization_epsilon",
     "random_seed",
-    "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
     "iter",
 )
@@ -125,7 +129,10 @@ class PowerSGDState:
         self.next_stats_report = 0
         # The buckets of the running step whose collectives are on their way; the reduction's.
         self.in_flight: list[Any] = []
-        self.traced: Any = None  # what graphs need, if the compiler traces the hook
+        # What graphs need, if the compiler traces the hook, and by which they find the state.
+        self.traced: Any = None
+        self.handle = next(_handles)
+        STATES[self.handle] = self
         self._positions: dict[Tensor, tuple[str, int]] = {}
         self.has_seen_all = False  # the parameters of one whole step
         self._buckets: dict[Tensor, BucketState] = {}
@@ -204,7 +211,7 @@ class PowerSGDState:
             return None
         if parameter.is_complex():
             flat = torch.view_as_complex(flat.view(-1, 2))
-        order = memory_order(parameter)
+        order = memory_order(ParameterSpec.of(parameter))
         inverse = sorted(range(parameter.dim()), key=order.__getitem__)
         return flat.view([parameter.size(d) for d in order]).permute(inverse).clone()
 

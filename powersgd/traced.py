@@ -9,11 +9,10 @@ before compression starts, and compression after.
 # torch.library reads the annotations of a custom operator: no `from __future__ import annotations`.
 
 import gc
-import itertools
 import math
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,12 @@ from torch._guards import TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
-from powersgd.memory import BucketState, memory_order
+from powersgd.memory import BucketState
 from powersgd.orthogonalization import orthogonalize
-from powersgd.plan import ParameterSpec, make_plan
-from powersgd.reduction import find_group
-from powersgd.state import PowerSGDState
+from powersgd.plan import ParameterSpec, make_plan, memory_order
+from powersgd.reduction import find_group, require_same_group
+from powersgd.state import STATES, PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, replace_zero_rows, residual
-
-_handles = itertools.count()
-_registry: "weakref.WeakValueDictionary[int, TracedState]" = weakref.WeakValueDictionary()
-_last_trace: "list[weakref.ref[TracingContext]]" = []
 
 
 @dataclass(eq=False)
@@ -46,7 +41,7 @@ class TracedState:
         buckets: For each parameter a bucket of its own, and the order of its dimensions in memory.
         is_compressing: Whether the next step compresses; the one fact that graphs are guarded by.
         counter: Steps begun; the operator that counts them must write something.
-        handle: By which the operator finds this object.
+        last_trace: The trace that has met the state last.
     """
 
     state: PowerSGDState
@@ -55,7 +50,7 @@ class TracedState:
     buckets: dict[Tensor, tuple[BucketState, tuple[int, ...]]]
     is_compressing: bool
     counter: Tensor
-    handle: int = field(default_factory=lambda: next(_handles))
+    last_trace: Callable[[], TracingContext | None] = lambda: None
 
     def begin_step(self) -> None:
         """Count a step."""
@@ -71,7 +66,7 @@ def _begin_step(counter: Tensor, handle: int) -> None:
     # Python that runs with the graph and not while it is traced: a step number that the graph read
     # itself would be guarded, and each step would compile anew.
     counter.add_(1)
-    _registry[handle].begin_step()
+    STATES[handle].traced.begin_step()
 
 
 @_begin_step.register_fake
@@ -80,28 +75,30 @@ def _(counter: Tensor, handle: int) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_first_of_trace() -> bool:
-    # Runs while the graph is traced; prepares the states whose hooks the trace may meet.
-    for ddp, state in _hooked():
-        if state.traced is None:
-            state.traced = _prepare(ddp, state)
-            _registry[state.traced.handle] = state.traced
+def _is_first_of_trace(handle: int) -> bool:
+    # Runs while a graph is traced, in plain Python: tells whether the trace meets the state for the
+    # first time, and prepares a state that is new.
+    state = STATES[handle]
+    if state.traced is None:
+        state.traced = _prepare(_find_ddp(state), state)
     context = TracingContext.get()
-    is_first = not _last_trace or _last_trace[0]() is not context
-    _last_trace[:] = [weakref.ref(context)]
+    is_first = state.traced.last_trace() is not context
+    state.traced.last_trace = weakref.ref(context)
     return is_first
 
 
-def _hooked() -> Iterator[tuple[DistributedDataParallel, PowerSGDState]]:
+def _find_ddp(state: PowerSGDState) -> DistributedDataParallel:
     for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedDataParallel):
-            for _, state in thing._comm_hooks:
-                if isinstance(state, PowerSGDState):
-                    yield thing, state
+        is_ddp = issubclass(type(thing), DistributedDataParallel)
+        if is_ddp and any(hooked is state for _, hooked in thing._comm_hooks):
+            ddp: DistributedDataParallel = thing
+            return ddp
+    raise RuntimeError("PowerSGD found no DDP model with this state among Python's objects")
 
 
 @torch.no_grad()
 def _prepare(ddp: DistributedDataParallel, state: PowerSGDState) -> TracedState:
+    require_same_group(state, ddp.process_group)
     parameters = [p for p in ddp._module_parameters if p.requires_grad]
     specs = [ParameterSpec.of(parameter) for parameter in parameters]
     group, device = find_group(state), parameters[0].device
@@ -134,7 +131,7 @@ def _add_bucket(
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     state.add_bucket(bucket, real)
     state.allocate(bucket, real)
-    return bucket, tuple(memory_order(parameter))
+    return bucket, tuple(memory_order(spec))
 
 
 def reduce_parameter(state: PowerSGDState, gradient: Tensor, parameter: Tensor) -> None:
@@ -159,22 +156,19 @@ def reduce_parameter(state: PowerSGDState, gradient: Tensor, parameter: Tensor) 
             'DDP\'s "python_reducer" calls this hook outside of torch.compile; set '
             "torch._dynamo.config.compiled_autograd = True and compile the DDP model"
         )
-    is_first = _is_first_of_trace()
-    traced: TracedState | None = state.traced
-    if traced is None:
-        raise RuntimeError("PowerSGD found no DDP model with this state among Python's objects")
+    is_first = _is_first_of_trace(state.handle)
+    traced: TracedState = state.traced
     if is_first:
-        torch.ops.powersgd.begin_step(traced.counter, traced.handle)
+        torch.ops.powersgd.begin_step(traced.counter, state.handle)
     bucket, order = traced.buckets[parameter]
-    if not traced.is_compressing or not bucket.plan.groups:
-        gradient.copy_(_mean(gradient, traced))
-        return
-    (shape,) = bucket.plan.groups
     rows = gradient.permute(order)
     rows = torch.view_as_real(rows) if gradient.is_complex() else rows
-    matrix = rows.reshape(1, shape.n, shape.m)
-    averaged = _compress(traced, bucket, matrix).view(rows.shape)
-    rows.copy_(averaged)
+    if traced.is_compressing and bucket.plan.groups:
+        (shape,) = bucket.plan.groups
+        averaged = _compress(traced, bucket, rows.reshape(1, shape.n, shape.m))
+        rows.copy_(averaged.view(rows.shape))
+    elif rows.numel():
+        rows.copy_(_mean(rows, traced))
 
 
 def _mean(tensor: Tensor, traced: TracedState) -> Tensor:
@@ -200,6 +194,7 @@ def _compress(traced: TracedState, bucket: BucketState, matrix: Tensor) -> Tenso
     if old is not None:
         old.copy_(torch.where(finite, residual(merged, p, q_local), old))
     unit = orthogonalize(q_mean, state.orthogonalization_epsilon)
-    spare.copy_(spare.roll(1, -1))  # a dead row gets another direction each step
-    q.copy_(torch.where(finite, replace_zero_rows(unit, (q + spare) / 2), q))
+    fresh = spare.roll(1, -1)  # a dead row gets another direction each step
+    q.copy_(torch.where(finite, replace_zero_rows(unit, (q + fresh) / 2), q))
+    spare.copy_(torch.where(finite, fresh, spare))
     return reconstruct(p, torch.where(finite, q_mean, math.nan))

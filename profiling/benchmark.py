@@ -121,8 +121,9 @@ def measure(workload: str, rank: int, repeats: int) -> Row:
     floors: list[float] = []
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + WARM_UP):
+        floors.append(2.5 * _time_ms(lambda: buffer.copy_(source)))
         for call, taken in zip(calls, times, strict=True):
-            floors.append(2.5 * _time_ms(lambda: buffer.copy_(source)))
+            buffer.copy_(source)
             taken.append(_time_ms(call))
     summaries = [_summary(taken) for taken in (*times, floors)]
     return Row(workload, torch.get_num_threads(), rank, *summaries)

@@ -318,6 +318,8 @@ def test_a_bad_step_is_seen_by_all_and_forgotten(outcomes: Any, bad: Case, good:
             batch = bad.schedule[i]
             hit = [batch.poison[0]] if batch.poison else list(bad.specs)
             assert not any(_is_finite([steps[i].outputs[name]]) for name in hit), f"step {i}"
+            for name, residual in steps[i].residuals.items():  # of all compressed ones
+                assert residual is None or bool(real(steps[i].outputs[name]).isnan().all()), name
             for name in bad.specs:
                 before, after = steps[BAD_AT - 1].residuals[name], steps[i].residuals[name]
                 assert is_same(before, after), f"residual of {name}"

@@ -21,7 +21,7 @@ def _matrices(count: int, gap: int) -> Tensor:
     return torch.randn(count * size).as_strided((count, N, M), (size, M, 1))
 
 
-@pytest.mark.parametrize("r", [1, 3, 9])
+@pytest.mark.parametrize("r", [1, 3, 8])
 @pytest.mark.parametrize(("count", "gap"), [(1, 0), (3, 0), (2, 7)])
 @pytest.mark.parametrize("with_residual", [True, False])
 def test_compiled_phases_equal_the_eager_ones(
@@ -34,7 +34,7 @@ def test_compiled_phases_equal_the_eager_ones(
         q, own, mean = (torch.randn(count, r, M) for _ in range(3))
         results = []
         for steps in (compiled, eager):
-            matrix, new = gradient.clone(), None if old is None else old.clone()
+            new = None if old is None else old.clone()
             matrix = torch.empty_strided(gradient.shape, gradient.stride()).copy_(gradient)
             with torch.no_grad(), torch.compiler.set_stance(stance):
                 p = steps.compress_(matrix, new, q)

@@ -91,12 +91,11 @@ def _step(ddp: nn.Module, rank: int) -> None:
 SETTINGS: dict[str, tuple[Any, Any]] = {
     "matrix_approximation_rank": (1, 2),
     "start_powerSGD_iter": (2, 3),
-    "min_compression_rate": (2, 1.5),
+    "min_compression_rate": (2.0, 1.5),
     "use_error_feedback": (True, False),
     "warm_start": (True, False),
-    "orthogonalization_epsilon": (0, 1e-8),
+    "orthogonalization_epsilon": (0.0, 1e-8),
     "random_seed": (0, 1),
-    "compression_stats_logging_frequency": (10_000, 5),
     "batch_tensors_with_same_shape": (False, True),
 }
 
@@ -206,7 +205,6 @@ def test_a_dead_rank_is_an_error_on_the_others() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(_die, 3, timeout_s=60, group_timeout_s=10)
     text = str(caught.value)
-    assert "rank 1 died" in text or "survived" in text
     assert text.count("RankError: survived with an error and an unchanged state") >= 1
 
 

@@ -94,6 +94,14 @@ def test_another_rank_or_dtype_is_an_error(files: dict[Format, Path], kind: Form
         steps.project(double, double[:, :2])
 
 
+def test_a_file_of_rank_1_leaves_vectors_to_the_eager_steps(tmp_path: Path) -> None:
+    write(tmp_path / "one.pt2", Format.EXPORT, 1, torch.float32)
+    steps = powersgd.load_steps(tmp_path / "one.pt2")
+    for shape in ((1, 1, 50), (1, 50, 1), (2, 3, 4)):
+        matrix, p = torch.randn(shape), torch.randn(shape[0], 1, shape[1])
+        assert_close(steps.project(matrix, p), p @ matrix)
+
+
 def test_a_matrix_too_small_for_the_rank_is_compressed_all_the_same(
     files: dict[Format, Path],
 ) -> None:

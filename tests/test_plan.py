@@ -7,7 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powersgd.plan import ParameterSpec, batch, make_plan, make_square_plan, matrix_shape, unbatch_
+from powersgd.plan import (
+    ParameterSpec,
+    batch,
+    make_plan,
+    make_square_plan,
+    matrix_shape,
+    memory_order,
+    unbatch_,
+)
 
 RESNET18_CONVS = [
     (64, 3, 3, 3),
@@ -135,6 +143,13 @@ def test_square_plan_holds_the_bucket() -> None:
         assert plan.numel == side * side
         assert plan.sent_numel == 2 * side * min(side, 2)
     assert make_square_plan(specs((0,)), rank=2).sent_numel == 0
+
+
+def test_memory_order_is_the_gradients() -> None:
+    transposed, gaps = torch.empty(3, 4).mT, torch.empty(48, 20).T[:, ::2]
+    assert memory_order(ParameterSpec.of(transposed)) == [1, 0]
+    assert memory_order(ParameterSpec.of(gaps)) == [0, 1]  # DDP lays it out row by row
+    assert memory_order(ParameterSpec.of(torch.empty(2, 3, 4))) == [0, 1, 2]
 
 
 def test_parameters_that_share_a_matrix_tell_whether_they_were_used() -> None:

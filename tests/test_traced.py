@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
@@ -83,9 +83,10 @@ def test_collectives_are_two_per_matrix_and_inductor_merges_them(
 
 
 def test_a_bad_step_is_nan_everywhere_and_leaves_the_state(ranks: list[dict[str, Run]]) -> None:
-    """Every gradient was NaN on both ranks, else the optimizer would have made a step."""
     for rank in ranks:
         before, after = rank["before"], rank["bad"]
+        assert before.are_nan == [False] * 6
+        assert after.are_nan == [True] * 6
         for mine, theirs in zip(before.parameters, after.parameters, strict=True):
             assert torch.equal(mine, theirs)
         for mine, theirs in zip(before.residuals, after.residuals, strict=True):
@@ -119,3 +120,65 @@ def test_what_cannot_be_traced_is_an_error(
     ddp.register_comm_hook(state, getattr(powersgd, hook))
     with pytest.raises(error, match=message):
         ddp(torch.randn(2, 3)).sum().backward()
+
+
+class _Kinds(nn.Module):
+    """Parameters of every kind that a compiled backward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator).to(dtype) / 8)
+
+        self.plain = draw(12, 16)
+        self.transposed = nn.Parameter(draw(16, 12).detach().mT)
+        self.complex = draw(12, 16, dtype=torch.complex64)
+        self.low = draw(12, 16, dtype=torch.bfloat16)
+        self.scalar, self.empty, self.frozen = draw(), draw(0, 3), draw(4)
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        weights = self.plain + self.transposed + self.complex.real + 2 * self.complex.imag
+        result = batch @ (weights + self.low).mT * self.scalar
+        return result + self.empty.sum() + self.frozen.sum()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _train_kinds(compiled: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    models = [_Kinds(), _Kinds()]  # two states in one backward graph
+    ddps = [DistributedDataParallel(model) for model in models]
+    states = [
+        powersgd.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5)
+        for _ in ddps
+    ]
+    for ddp, state in zip(ddps, states, strict=True):
+        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+
+    def step(batch: Tensor) -> None:
+        sum(ddp(batch).square().mean() for ddp in ddps).backward()
+
+    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    run = torch.compile(step, backend="aot_eager") if compiled else step
+    for seed in range(6):
+        run(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [state.iter for state in states] == [6, 6]
+    return [p.detach().clone() for p in parameters]
+
+
+@pytest.mark.usefixtures("_python_reducer")
+def test_every_kind_of_parameter_and_two_states_in_one_graph() -> None:
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = _train_kinds(compiled=True)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        eager = _train_kinds(compiled=False)
+    for mine, right in zip(compiled, eager, strict=True):
+        assert_close(_real(mine), _real(right), scale=10)
