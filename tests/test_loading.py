@@ -90,9 +90,7 @@ def test_another_rank_or_dtype_is_an_error(files: dict[Format, Path], kind: Form
     with pytest.raises(ValueError, match=r"rank 2 and torch\.float32 on CPU, but .* rank 3"):
         steps.compress_(torch.randn(1, 9, 9), torch.randn(1, 9, 9), torch.randn(1, 3, 9))
     double = torch.randn(1, 9, 9).double()
-    with pytest.raises(
-        ValueError, match=r"rank 2 and torch\.float32 on CPU, but .* torch\.float64"
-    ):
+    with pytest.raises(ValueError, match=r"rank 2 and .* on CPU, but .* torch\.float64"):
         steps.project(double, double[:, :2])
 
 
