@@ -18,10 +18,12 @@ from torch.export import Dim, ExportedProgram
 from torch.export.pt2_archive._package import package_pt2
 
 import powersgd
+from compiled.targets import run_phases
 from powersgd import fused
+from powersgd.layout import ParameterSpec
 from powersgd.loading import FACTS
 from powersgd.orthogonalization import orthogonalize_all
-from powersgd.plan import ParameterSpec, make_plan
+from powersgd.plan import make_plan
 
 
 class Format(str, Enum):
@@ -32,7 +34,7 @@ class Format(str, Enum):
     AOTI = "aoti"
 
 
-SUFFIXES = {
+FILE_NAMES = {
     Format.SCRIPT: "powersgd.ts",
     Format.EXPORT: "powersgd-rank{rank}-{dtype}-export.pt2",
     Format.AOTI: "powersgd-rank{rank}-{dtype}-aoti.pt2",
@@ -186,12 +188,7 @@ def largest_difference(
     generator = torch.Generator().manual_seed(0)
     shapes = ((n, m), (n, m), (rank, n), (rank, m), (rank, m))
     inputs = [torch.randn(1, *shape, generator=generator).to(dtype) for shape in shapes]
-    results = []
-    for form in (steps, powersgd.EAGER):
-        matrix, residual, p, q_local, q = (tensor.clone() for tensor in inputs)
-        factors = [form.compress_(matrix, residual, q), form.project(matrix, p)]
-        form.decompress_(matrix, residual, p, q_local, q)
-        results.append([*factors, matrix, residual])
+    results = [run_phases(form, *inputs) for form in (steps, powersgd.EAGER)]
     return max(
         float((mine - right).abs().max() / right.abs().max())
         for mine, right in zip(*results, strict=True)
@@ -228,7 +225,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
     for kind in kinds:
-        path = out / SUFFIXES[kind].format(rank=rank, dtype=dtype)
+        path = out / FILE_NAMES[kind].format(rank=rank, dtype=dtype)
         write(path, kind, rank, DTYPES[dtype])
         steps = powersgd.load_steps(path)
         worst = max(largest_difference(steps, *nm, rank, DTYPES[dtype]) for nm in matrices)

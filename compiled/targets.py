@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd import fused, orthogonalization, steps
+from powersgd import Steps, fused, orthogonalization, steps
 
 SHAPES = ((1, 8, 6, 1), (3, 8, 6, 2), (3, 5, 9, 4))  # batch, n, m, rank
 
@@ -63,6 +63,35 @@ def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
         yield Target(f"decompress_-{case}", fused.decompress_, (matrix, old, p, q, own), out=(0, 1))
         yield Target(f"project-{case}", fused.project, (matrix, p))
         yield Target(f"replace_zero_rows-{case}", steps.replace_zero_rows, (p, -p))
+
+
+def run_phases(
+    phases: Steps,
+    gradient: Tensor,
+    residual: Tensor | None,
+    p: Tensor,
+    q_local: Tensor,
+    q: Tensor,
+) -> list[Tensor]:
+    """Run the three phases of a step on copies of their inputs.
+
+    Args:
+        phases: An implementation of them.
+        gradient: Shape ``(b, n, m)``, any strides.
+        residual: Shape ``(b, n, m)``, or None without error feedback.
+        p: Shape ``(b, r, n)``.
+        q_local: Shape ``(b, r, m)``.
+        q: Shape ``(b, r, m)``.
+
+    Returns:
+        P, Q, the averaged gradient and, with error feedback, the new residual.
+    """
+    matrix = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype)
+    matrix.copy_(gradient)
+    left = _clone(residual)
+    factors = [phases.compress_(matrix, left, q), phases.project(matrix, p)]
+    phases.decompress_(matrix, left, p, q_local, q)
+    return [*factors, matrix] if left is None else [*factors, matrix, left]
 
 
 def _clone(value: Any) -> Any:

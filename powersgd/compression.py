@@ -15,6 +15,7 @@ from powersgd.phases import Steps
 from powersgd.plan import Plan, batch, unbatch_
 from powersgd.state import PowerSGDState
 from powersgd.steps import replace_zero_rows
+from powersgd.steps import residual as compute_residual
 
 
 @dataclass
@@ -169,19 +170,20 @@ def project(
         q = state.steps.project(matrix, p)
         q = q if mask is None else q * mask
         if old is not None:
-            q = _refuse_overflow(state.steps, matrix, shape.residual_block(old), p, q)
+            q = _refuse_overflow(matrix, shape.residual_block(old), p, q)
         compression.q_local.append(q)
     return _flatten(compression.q_local, message)
 
 
-def _refuse_overflow(steps: Steps, matrix: Tensor, old: Tensor, p: Tensor, q: Tensor) -> Tensor:
+def _refuse_overflow(matrix: Tensor, old: Tensor, p: Tensor, q: Tensor) -> Tensor:
     # A residual whose products overflow would spoil every later step, however small the gradients.
     # So a step that would leave one is made a bad step, by a NaN in Q, which all ranks see.
     limit = torch.finfo(q.dtype).max / 2
     is_half = q.dtype == torch.float16  # close enough to common gradients to look each time
     if not is_half and not (q.is_cpu and q.abs().amax() > limit * 2.0**-15):
         return q
-    new = steps.residual(*(tensor.to(torch.float64) for tensor in (matrix, p, q))).square()
+    wide = (tensor.to(torch.float64) for tensor in (matrix, p, q))
+    new = compute_residual(*wide).square()
     # The norms of rows and columns bound the next P and Q.
     size = torch.maximum(new.sum(dim=-1).amax(), new.sum(dim=-2).amax()).sqrt()
     # The projection never makes the whole norm grow: once gradients are small, steps are good again
@@ -207,7 +209,7 @@ def decompress_if_(
     held = [] if old is None else [old[where].clone() for _, where in compression.unused]
     for i, shape in enumerate(bucket.plan.groups):
         matrix = compression.matrices[i]
-        residual = None if bucket.residual is None else shape.residual_block(bucket.residual)
+        residual = None if old is None else shape.residual_block(old)
         factors = (compression.p[i], compression.q_local[i], shape.q_block(message))
         if finite.is_cpu and finite:  # asking a GPU would make the host wait
             state.steps.decompress_(matrix, residual, *factors)

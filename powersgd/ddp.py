@@ -99,7 +99,7 @@ def _run(
         return None  # type: ignore[return-value]
     parameters = bucket.parameters()
     is_first = bucket.index() == 0
-    if is_first and not state.has_seen_all:
+    if is_first and not state.positions.is_complete:
         _require_group_of_ddp(state, parameters)
     future = reduce_bucket(
         state,

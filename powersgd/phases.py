@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from powersgd.orthogonalization import orthogonalize_all
-from powersgd.steps import compute_p, compute_q, reconstruct, residual
+from powersgd.steps import compute_p, compute_q
 
 _TILE_NUMEL = 1 << 20  # stays in the cache from one operation to the next
 _BLOCK_NUMEL = 1 << 16  # one matrix product of a batch
@@ -153,23 +153,10 @@ class Steps(NamedTuple):
     results to rounding.
     """
 
-    compute_p: Callable[[Tensor, Tensor], Tensor]
     orthogonalize_all: Callable[[list[Tensor], float], list[Tensor]]
-    compute_q: Callable[[Tensor, Tensor], Tensor]
-    reconstruct: Callable[[Tensor, Tensor], Tensor]
-    residual: Callable[[Tensor, Tensor, Tensor], Tensor]
     compress_: Callable[[Tensor, Tensor | None, Tensor], Tensor]
     project: Callable[[Tensor, Tensor], Tensor]
     decompress_: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
-EAGER = Steps(
-    compute_p,
-    orthogonalize_all,
-    compute_q,
-    reconstruct,
-    residual,
-    compress_,
-    project,
-    decompress_,
-)
+EAGER = Steps(orthogonalize_all, compress_, project, decompress_)

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from powersgd.agreement import require_agreement
 from powersgd.compression import Compression, compress, decompress_if_, project, rehearse
+from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
 from powersgd.phases import EAGER
-from powersgd.plan import ParameterSpec, make_plan, make_square_plan
+from powersgd.plan import make_plan, make_square_plan
 from powersgd.state import PowerSGDState
 
 Future = torch.futures.Future[Tensor]
@@ -111,12 +112,12 @@ def reduce_bucket(
     kind = "sparse" if buffer.layout is torch.sparse_coo else str(parameters[0].dtype)
     # Hooks run in whatever mode backward was called: with create_graph, under autocast.
     with torch.no_grad(), torch.autocast(buffer.device.type, enabled=False):
-        state.register(parameters, kind)
+        state.positions.register(parameters, kind)
         bucket = None
         if kind != "sparse":
             bucket = _find_bucket(state, buffer, parameters, group, is_last, is_square)
         if state.is_warming_up():
-            state.has_seen_all |= is_last
+            state.positions.is_complete |= is_last
             return _average(buffer, group)
         if is_first:
             _begin_step(state, parameters)
@@ -235,7 +236,7 @@ def _finish_step(state: PowerSGDState, group: dist.ProcessGroup) -> None:
             decompress_if_(finite, state, compression, in_flight.message)
         plans = [compression.bucket.plan for _, compression in compressed]
         state.count(plans, sum(in_flight.buffer.numel() for in_flight, _ in compressed))
-    state.has_seen_all = True
+    state.positions.is_complete = True
     for in_flight in step:
         in_flight.future.set_result(in_flight.buffer)
 

@@ -4,7 +4,6 @@ It starts no collective. All that a step changes here it changes at its end, onc
 to be good on all ranks; until then the state is as it was.
 """
 
-import hashlib
 import itertools
 import logging
 import weakref
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor
 
 from powersgd.arguments import flag, group, integer, number
+from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState, carry_over, residual_slice
 from powersgd.phases import EAGER, Steps
-from powersgd.plan import ParameterSpec, Plan, memory_order
+from powersgd.plan import Plan
+from powersgd.positions import Positions
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +134,7 @@ class PowerSGDState:
         self.traced: Any = None
         self.handle = next(_handles)
         STATES[self.handle] = self
-        self._positions: dict[Tensor, tuple[str, int]] = {}
-        self.has_seen_all = False  # the parameters of one whole step
+        self.positions = Positions()
         self._buckets: dict[Tensor, BucketState] = {}
         logger.info("PowerSGD config: %s", self.settings())
 
@@ -215,31 +215,6 @@ class PowerSGDState:
         inverse = sorted(range(parameter.dim()), key=order.__getitem__)
         return flat.view([parameter.size(d) for d in order]).permute(inverse).clone()
 
-    def register(self, parameters: Sequence[Tensor], kind: str) -> None:
-        """Learn the model's parameters, bucket by bucket, during the first step.
-
-        Args:
-            parameters: A bucket's parameters, in the order of its buffer.
-            kind: What DDP keeps apart when it fills its buckets: the dtype, or sparse gradients.
-
-        Raises:
-            ValueError: If the parameters belong to another model than the ones seen so far.
-        """
-        unknown = sum(parameter not in self._positions for parameter in parameters)
-        if not unknown:
-            return
-        if unknown < len(parameters) or self.has_seen_all:
-            raise ValueError(
-                f"one PowerSGDState serves one model: it serves one of {len(self._positions)} "
-                f"parameters and now got a bucket with {unknown} others; make a new PowerSGDState "
-                "for each DDP model"
-            )
-        # DDP fills its first buckets from the model's last parameter on, each kind on its own.
-        # Counted from the end, a position does not depend on the size of the buckets.
-        start = sum(k == kind for k, _ in self._positions.values())
-        for i, parameter in enumerate(reversed(parameters)):
-            self._positions[parameter] = (kind, start + i)
-
     def find_bucket(self, parameters: Sequence[Tensor], key: tuple[Any, ...]) -> BucketState | None:
         """Look up the bucket of exactly these parameters under exactly this key."""
         bucket = self._buckets.get(parameters[0])
@@ -292,21 +267,14 @@ class PowerSGDState:
         """
         if not bucket.plan.groups:
             return like.new_empty(0)
+        step = max(self.iter, self.start_powerSGD_iter)  # a graph's Q is drawn ahead of time
         factors = []
         for shape in bucket.plan.groups:
             draws = []
             for member in shape.members:
-                position = self._positions[bucket.parameters[member]]
-                step = max(self.iter, self.start_powerSGD_iter)
-                seed = _mix(self.random_seed, step, *position)
+                seed = self.positions.seed(bucket.parameters[member], self.random_seed, step)
                 generator = torch.Generator().manual_seed(seed)
                 draws.append(torch.randn(shape.rank, shape.m, generator=generator))
             factors.append(torch.stack(draws).to(like))
         units = self.steps.orthogonalize_all(factors, self.orthogonalization_epsilon)
         return torch.cat([unit.flatten() for unit in units])
-
-
-def _mix(*parts: int | str) -> int:
-    # Neighbouring seeds, steps and positions must not give related streams.
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

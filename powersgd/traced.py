@@ -22,9 +22,10 @@ from torch._guards import TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
+from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
 from powersgd.orthogonalization import orthogonalize
-from powersgd.plan import ParameterSpec, make_plan, memory_order
+from powersgd.plan import make_plan
 from powersgd.reduction import find_group, require_same_group
 from powersgd.state import STATES, PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, replace_zero_rows, residual
@@ -110,8 +111,8 @@ def _prepare(ddp: DistributedDataParallel, state: PowerSGDState) -> TracedState:
     }
     require_agreement(facts, group, device)
     for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
-        state.register([p for p in parameters if str(p.dtype) == kind], kind)
-    state.has_seen_all = True
+        state.positions.register([p for p in parameters if str(p.dtype) == kind], kind)
+    state.positions.is_complete = True
     buckets = {p: _add_bucket(state, p, s) for p, s in zip(parameters, specs, strict=True)}
     return TracedState(
         state,

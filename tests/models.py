@@ -29,6 +29,7 @@ from .tolerances import RTOL
 
 MANY_BUCKETS = {"bucket_cap_mb": 0.001}
 ONE_BUCKET = {"bucket_cap_mb": 25}
+LARGE = (520, 512)  # rows and columns of a matrix that is worth compiling for
 
 
 class Spec(NamedTuple):
@@ -369,3 +370,37 @@ def assert_conserved(case: Case, ranks: list[list[Step]]) -> None:
         bound = 0.25 * count**0.5 * RTOL[case.dtype(name)] * largest
         error = peak([missing])
         assert error <= bound, f"{name}: {error:.3g} > {bound:.3g}"
+
+
+class _Large(nn.Module):
+    """Matrices that are large enough to be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        n, m = LARGE
+        shapes = [(n, m), (m, n), (n, m), (40, 30), (n,)]
+        self.weights = nn.ParameterList(
+            [nn.Parameter(torch.randn(shape, generator=generator) / 30) for shape in shapes]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d, e = self.weights
+        return (x @ a.mT + e).tanh() @ b.mT @ c.mT + d.mean()
+
+
+def train_large(rank: int, steps: Any, start: int, strict_from: int) -> list[Tensor]:
+    """Train past ``start`` with these steps; from step ``strict_from`` on, compiling raises."""
+    model = _Large()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=2)
+    options = {"min_compression_rate": 0.5, "start_powerSGD_iter": start}
+    state = powersgd.PowerSGDState(None, 2, **options, steps=steps)
+    ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for i in range(start + 6):
+        torch.compiler.set_stance("fail_on_recompile" if i >= strict_from else "default")
+        ddp(torch.randn(16, LARGE[1], generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]

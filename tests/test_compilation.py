@@ -1,19 +1,18 @@
 """compile_steps: equal to the eager steps, compiled once, before compression starts."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import powersgd
+from compiled.targets import run_phases
 
+from .models import LARGE, train_large
 from .ranks import run_ranks
 from .tolerances import assert_close
 
-N, M = 520, 512  # large enough to be compiled
+N, M = LARGE
 
 
 def _matrices(count: int, gap: int) -> Tensor:
@@ -32,53 +31,17 @@ def test_compiled_phases_equal_the_eager_ones(
         gradient = _matrices(count, gap)
         old = torch.randn(count, N, M) if with_residual else None
         q, own, mean = (torch.randn(count, r, M) for _ in range(3))
-        results = []
-        for steps in (compiled, eager):
-            new = None if old is None else old.clone()
-            matrix = torch.empty_strided(gradient.shape, gradient.stride()).copy_(gradient)
-            with torch.no_grad(), torch.compiler.set_stance(stance):
-                p = steps.compress_(matrix, new, q)
-                projected = steps.project(matrix, p)
-                steps.decompress_(matrix, new, p, own, mean)
-            results.append([p, projected, matrix, *([] if new is None else [new])])
+        with torch.no_grad(), torch.compiler.set_stance(stance):
+            p = eager.compress_(gradient.clone(), None, q)
+            results = [run_phases(form, gradient, old, p, own, mean) for form in (compiled, eager)]
         for a, e in zip(*results, strict=True):
             assert_close(a, e)
 
 
-class _Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(N, M), (M, N), (N, M), (40, 30), (N,)]
-        self.weights = nn.ParameterList(
-            [nn.Parameter(torch.randn(shape, generator=generator) / 30) for shape in shapes]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d, e = self.weights
-        return (x @ a.mT + e).tanh() @ b.mT @ c.mT + d.mean()
-
-
-def _train(rank: int, steps: Any, start: int, strict_from: int) -> list[Tensor]:
-    model = _Model()
-    ddp = DistributedDataParallel(model, bucket_cap_mb=2)
-    options = {"min_compression_rate": 0.5, "start_powerSGD_iter": start}
-    state = powersgd.PowerSGDState(None, 2, **options, steps=steps)
-    ddp.register_comm_hook(state, powersgd.powerSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(rank)
-    for i in range(start + 6):
-        torch.compiler.set_stance("fail_on_recompile" if i >= strict_from else "default")
-        ddp(torch.randn(16, M, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
 def _train_twice(rank: int) -> list[list[Tensor]]:
     start = 3
-    compiled = _train(rank, powersgd.compile_steps(), start, strict_from=start)
-    return [compiled, _train(rank, powersgd.EAGER, start, strict_from=start)]
+    compiled = train_large(rank, powersgd.compile_steps(), start, strict_from=start)
+    return [compiled, train_large(rank, powersgd.EAGER, start, strict_from=start)]
 
 
 def test_training_compiles_in_the_warm_up_and_equals_eager() -> None:
@@ -93,7 +56,7 @@ def test_training_compiles_in_the_warm_up_and_equals_eager() -> None:
 def _mix(rank: int) -> str:
     steps = powersgd.compile_steps(backend="eager") if rank else powersgd.EAGER
     with pytest.raises(ValueError, match="ranks disagree on whether the steps are") as caught:
-        _train(rank, steps, 2, strict_from=100)
+        train_large(rank, steps, 2, strict_from=100)
     dist.barrier()
     return str(caught.value)
 

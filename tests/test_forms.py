@@ -100,4 +100,4 @@ def test_derivatives(target: Target) -> None:
 
 def test_the_bundle_is_immutable() -> None:
     with pytest.raises(AttributeError):
-        EAGER.compute_p = compute_p  # type: ignore[misc]
+        EAGER.project = compute_q  # type: ignore[misc]

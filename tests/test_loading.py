@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import powersgd
 from compiled.export import Format, read_shapes, write
+from compiled.targets import run_phases
 
+from .models import train_large
 from .ranks import run_ranks
-from .test_compilation import _train
 from .tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, while it exports
@@ -56,21 +57,17 @@ def test_loaded_phases_equal_the_eager_ones(
     gradient = torch.randn(count * size).as_strided((count, n, m), (size, m, 1))
     old = torch.randn(count, n, m) if with_residual else None
     p, q, own = (torch.randn(count, RANK, k) for k in (n, m, m))
-    results: list[list[Tensor]] = []
+    results = []
     for steps in (powersgd.load_steps(files[kind]), powersgd.EAGER):
-        matrix = torch.empty_strided(gradient.shape, gradient.stride()).copy_(gradient)
-        new = None if old is None else old.clone()
-        factors = [steps.compress_(matrix, new, q), steps.project(matrix, p)]
-        steps.decompress_(matrix, new, p, own, q)
         units = steps.orthogonalize_all([p, q], 0.0)
-        results.append([*factors, *units, matrix, *([] if new is None else [new])])
+        results.append(units + run_phases(steps, gradient, old, p, own, q))
     for mine, right in zip(*results, strict=True):
         assert_close(mine, right)
 
 
 def _train_both(rank: int, path: Path) -> list[list[Tensor]]:
     return [
-        _train(rank, steps, 2, strict_from=100)
+        train_large(rank, steps, 2, strict_from=100)
         for steps in (powersgd.load_steps(path), powersgd.EAGER)
     ]
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up; a module imports only from rows above its own.
 LAYERS = (
-    ("orthogonalization", "arguments"),
+    ("orthogonalization", "arguments", "layout", "positions"),
     ("steps",),
     ("phases", "fused"),
     ("compilation", "loading"),

@@ -7,15 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from powersgd.plan import (
-    ParameterSpec,
-    batch,
-    make_plan,
-    make_square_plan,
-    matrix_shape,
-    memory_order,
-    unbatch_,
-)
+from powersgd.layout import ParameterSpec, matrix_shape, memory_order
+from powersgd.plan import batch, make_plan, make_square_plan, unbatch_
 
 RESNET18_CONVS = [
     (64, 3, 3, 3),

@@ -1,0 +1,74 @@
+"""How a parameter lies in memory, and which matrix that makes of it."""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ParameterSpec(NamedTuple):
+    """What the planner needs to know of a parameter."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_complex: bool = False
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "ParameterSpec":
+        """Read the spec off a parameter, of any dtype and layout in memory."""
+        return cls(tuple(parameter.shape), tuple(parameter.stride()), parameter.is_complex())
+
+    @property
+    def numel(self) -> int:
+        """Number of real elements."""
+        return math.prod(self.shape) * (2 if self.is_complex else 1)
+
+
+def matrix_shape(spec: ParameterSpec) -> tuple[int, int] | None:
+    """View a parameter as a matrix without moving its memory.
+
+    Rows are the first dimension, columns all others, as in torch's hook and in section 3 of the
+    paper. Where another dimension is the outermost in memory (a transposed weight), that one gives
+    the rows: the transpose of a matrix is as low-rank as the matrix.
+
+    Args:
+        spec: A parameter of any shape and strides.
+
+    Returns:
+        ``(n, m)`` in real elements, or None for what is never compressed: fewer than 2 dimensions,
+        or empty.
+    """
+    if len(spec.shape) < 2 or spec.numel == 0:
+        return None
+    rows = spec.shape[0]
+    if rows > 1 and _is_dense(spec):
+        rows = max(zip(spec.stride, spec.shape, strict=True), key=lambda d: (d[1] > 1, d[0]))[1]
+    return rows, spec.numel // rows
+
+
+def memory_order(spec: ParameterSpec) -> list[int]:
+    """List the dimensions of a parameter's gradient from the outermost in memory to the innermost.
+
+    Args:
+        spec: A parameter of any shape and strides.
+
+    Returns:
+        A permutation of the dimensions; that of a row-major tensor where the parameter has gaps,
+        because DDP lays out such a gradient row by row.
+    """
+    dimensions = range(len(spec.shape))
+    if not _is_dense(spec):
+        return list(dimensions)
+    return sorted(dimensions, key=lambda d: (-spec.stride[d], d))
+
+
+def _is_dense(spec: ParameterSpec) -> bool:
+    # What ATen calls non-overlapping and dense: DDP lays such a gradient out like its parameter,
+    # and every other one row by row.
+    expected = 1
+    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,59 @@
+"""Where each parameter stands in its model: what makes random draws equal on all ranks."""
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Positions:
+    """The parameters of one model, in an order that does not depend on the size of its buckets.
+
+    Attributes:
+        is_complete: Whether the parameters of one whole step have been registered.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[Tensor, tuple[str, int]] = {}
+        self.is_complete = False
+
+    def register(self, parameters: Sequence[Tensor], kind: str) -> None:
+        """Learn the model's parameters, bucket by bucket, during the first step.
+
+        Args:
+            parameters: A bucket's parameters, in the order of its buffer.
+            kind: What DDP keeps apart when it fills its buckets: the dtype, or sparse gradients.
+
+        Raises:
+            ValueError: If the parameters belong to another model than the ones seen so far.
+        """
+        unknown = sum(parameter not in self._of for parameter in parameters)
+        if not unknown:
+            return
+        if unknown < len(parameters) or self.is_complete:
+            raise ValueError(
+                f"one PowerSGDState serves one model: it serves one of {len(self._of)} "
+                f"parameters and now got a bucket with {unknown} others; make a new PowerSGDState "
+                "for each DDP model"
+            )
+        # DDP fills its first buckets from the model's last parameter on, each kind on its own.
+        # Counted from the end, a position does not depend on the size of the buckets.
+        start = sum(k == kind for k, _ in self._of.values())
+        for i, parameter in enumerate(reversed(parameters)):
+            self._of[parameter] = (kind, start + i)
+
+    def seed(self, parameter: Tensor, *more: int) -> int:
+        """Make a seed of a parameter's position and more numbers.
+
+        Neighbouring positions and numbers do not give related streams.
+
+        Args:
+            parameter: A registered parameter.
+            *more: What else the seed depends on.
+
+        Returns:
+            An integer for ``torch.Generator.manual_seed``.
+        """
+        parts = (*more, *self._of[parameter])
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
