@@ -1,41 +1,67 @@
-"""Ranks compare what they are about to do, so that a difference is an error and not a hang."""
+"""Ranks compare what they are about to do, so that a difference is an error and not a hang.
+
+What one rank alone finds wrong is such a difference, too: it tells the others instead of leaving
+them to wait for it.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+_ERROR = "error"
+
 
 def require_agreement(
-    facts: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+    collect: Callable[[], Mapping[str, Any]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise the same error on all ranks unless all of them state the same facts.
+    """Raise on all ranks unless all of them state the same facts.
 
     One small all-gather; two more, to name the difference, only if there is one.
 
     Args:
-        facts: What this rank is about to do, by name; values that JSON can hold.
+        collect: Returns what this rank is about to do, by name; values that JSON can hold. What it
+            raises, as ValueError or TypeError, is raised here once the other ranks know.
         group: The process group, all of whose ranks make this call.
         device: Where the group's backend wants its tensors.
 
     Raises:
-        ValueError: If ranks differ; names the first differing fact and every rank's value.
+        TypeError: If ``collect`` raised one.
+        ValueError: If ``collect`` raised one, on this or on another rank, or if ranks differ; names
+            the first differing fact and every rank's value.
     """
+    own: Exception | None = None
+    try:
+        facts = collect()
+    except (TypeError, ValueError) as error:
+        own, facts = error, {_ERROR: str(error)}
+    every = _gather(facts, group, device)
+    if own is not None:
+        raise own
+    for rank, theirs in enumerate(every):
+        if _ERROR in theirs:
+            raise ValueError(f"rank {rank} of the group stopped: {theirs[_ERROR]}")
+    if every:
+        raise ValueError(_describe(every))
+
+
+def _gather(
+    facts: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> list[Mapping[str, Any]]:
+    # By rank; empty if all are the same.
     text = json.dumps(facts).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
     mine = torch.tensor([digest, len(text)], dtype=torch.int64, device=device)
     digests, lengths = torch.stack(_all_gather(mine, group)).T.tolist()
     if len(set(digests)) == 1:
-        return
+        return []
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = _all_gather(padded.to(device), group)
-    raise ValueError(
-        _describe([json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)])
-    )
+    return [json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)]
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     Args:
         name: The argument's name.
         value: What the user gave.
-        minimum: The smallest allowed value, if there is one.
+        minimum: The smallest allowed value, if there is one. The largest is that of 64 bits.
 
     Returns:
         The integer.
@@ -21,10 +21,12 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     """
     allowed = "an integer" if minimum is None else f"an integer >= {minimum}"
     try:
-        result = operator.index(value)
-    except TypeError:
+        result = None if _is_bool(value) else operator.index(value)
+    except (TypeError, RuntimeError):  # tensors raise the latter
         result = None
-    if result is None or isinstance(value, bool) or (minimum is not None and result < minimum):
+    if result is None or abs(result) >= 1 << 63:
+        raise ValueError(f"{name} is {_show(value)}, but must be {allowed}, of 64 bits at most")
+    if minimum is not None and result < minimum:
         raise ValueError(f"{name} is {value!r}, but must be {allowed}")
     return result
 
@@ -44,13 +46,12 @@ def number(name: str, value: Any, allowed: Literal["> 0", ">= 0"]) -> float:
         ValueError: If it is something else; names the value and what is allowed.
     """
     try:
-        is_allowed = value > 0 if allowed == "> 0" else value >= 0
-        is_allowed = is_allowed and math.isfinite(value) and not isinstance(value, bool)
-        result = float(value)
-    except (TypeError, ValueError):
-        is_allowed = False
-    if not is_allowed:
-        raise ValueError(f"{name} is {value!r}, but must be a finite number {allowed}")
+        result = math.nan if _is_bool(value) or isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        result = math.nan
+    is_allowed = result > 0 if allowed == "> 0" else result >= 0
+    if not is_allowed or result == math.inf:
+        raise ValueError(f"{name} is {_show(value)}, but must be a finite number {allowed}")
     return result
 
 
@@ -67,8 +68,12 @@ def flag(name: str, value: Any) -> bool:
     Raises:
         ValueError: If it is neither True nor False nor equal to one of them; names the value.
     """
-    if value not in (False, True):
-        raise ValueError(f"{name} is {value!r}, but must be True or False")
+    try:
+        is_allowed = bool(value in (False, True))
+    except (TypeError, ValueError, RuntimeError):  # several values in one
+        is_allowed = False
+    if not is_allowed:
+        raise ValueError(f"{name} is {_show(value)}, but must be True or False")
     return bool(value)
 
 
@@ -85,8 +90,20 @@ def group(name: str, value: Any) -> Any:
     Raises:
         ValueError: If it is something else, such as torch's mark for a rank outside the group.
     """
-    if value is not None and not callable(getattr(value, "size", None)):
+    if value is not None and not callable(getattr(value, "allreduce", None)):
         raise ValueError(
-            f"{name} is {value!r}, but must be None or a process group with this rank in it"
+            f"{name} is {_show(value)}, but must be None or a process group with this rank in it"
         )
     return value
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "too large to print"
+    return text if len(text) <= 100 else f"{text[:97]}..."

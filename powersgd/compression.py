@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
 from powersgd.phases import Steps
 from powersgd.plan import Plan, batch, unbatch_
@@ -32,10 +33,11 @@ class Compression:
     used: Tensor | None = None  # per parameter that shares a matrix: 1 if this rank used it
     used_by_any: Tensor | None = None  # the same for all ranks
     unused: list[tuple[int, slice]] = field(default_factory=list)  # which may be 0 in `used`
+    paid: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of `owed`; 1 if it was added
 
 
 def compress(
-    state: PowerSGDState, bucket: BucketState, buffer: Tensor
+    state: PowerSGDState, bucket: BucketState, buffer: Tensor, may_be_unused: bool
 ) -> tuple[Compression, Tensor]:
     """Add the residuals to a bucket's gradients and compute P.
 
@@ -43,10 +45,12 @@ def compress(
         state: The state, of which only missing memory is allocated.
         bucket: The bucket's part of the state. Not changed.
         buffer: The bucket's gradients, shape ``(numel,)``; residuals are added to them.
+        may_be_unused: Whether a parameter whose gradient is zero counts as unused: it gets nothing
+            and keeps its residual, because if no rank has used it, its average is thrown away.
 
     Returns:
-        What the next phases need, and this rank's message: all P, everything uncompressed and
-        which of the plan's shared parameters were used, flat.
+        What the next phases need, and this rank's message: all P, everything uncompressed, which of
+        the plan's shared parameters were used, and whether settings have changed, flat.
     """
     plan = bucket.plan
     state.allocate(bucket, buffer)
@@ -57,13 +61,13 @@ def compress(
     compression = Compression(bucket, buffer, flat)
     owed = bucket.residual
     if plan.shared:
-        _find_unused_(compression)
+        _find_unused_(compression, may_be_unused)
         owed = _without_unused(compression)
+    _pay_(compression, may_be_unused)
     pieces = []
     for shape in plan.groups:
         matrix = batch(flat, shape)
-        members = [bucket.parameters[i] for i in shape.members]
-        mask = None if plan.shared else _mask_unused(matrix, members)
+        mask = _mask_unused(matrix) if may_be_unused and not plan.shared else None
         residual = None if owed is None else shape.residual_block(owed)
         p = state.steps.compress_(matrix, residual, shape.q_block(q))
         compression.matrices.append(matrix)
@@ -71,26 +75,40 @@ def compress(
         pieces.append(p if mask is None else p * mask)
     pieces += [flat[offset : offset + numel] for offset, numel in plan.spans]
     pieces += [] if compression.used is None else [compression.used]
+    pieces.append(buffer.new_full((1,), state.has_changed()))
     return compression, _flatten(pieces, buffer)
 
 
-def _mask_unused(matrix: Tensor, parameters: Sequence[Tensor]) -> Tensor | None:
-    # A parameter that this rank did not use this step gets nothing and keeps its residual: if no
-    # rank used it, DDP throws the average away. Its gradient is None, and zero in the bucket.
-    unused = [parameter.grad is None for parameter in parameters]
-    if not any(unused):
-        return None
-    has_gradient = [matrix[i].any() if u else matrix.new_ones(()) for i, u in enumerate(unused)]
-    return torch.stack(has_gradient).to(matrix.dtype).view(-1, 1, 1)
+def _is_used(gradient: Tensor) -> Tensor:
+    # 0-dim: 0 if all is zero. The first number mostly is not, which saves a look at the others.
+    if gradient.is_cpu and gradient.numel() and gradient[(0,) * gradient.dim()] != 0:
+        return gradient.new_ones(())
+    return gradient.any().to(gradient.dtype)
 
 
-def _find_unused_(compression: Compression) -> None:
+def _mask_unused(matrix: Tensor) -> Tensor | None:
+    used = torch.stack([_is_used(one) for one in matrix])
+    return None if used.is_cpu and used.all() else used.view(-1, 1, 1)
+
+
+def _find_unused_(compression: Compression, may_be_unused: bool) -> None:
     bucket, flat = compression.bucket, compression.flat
     compression.used = flat.new_ones(len(bucket.plan.shared))
-    for i, (offset, numel) in enumerate(bucket.plan.shared):
-        if bucket.parameters[i].grad is None:
+    for i, (offset, numel) in enumerate(bucket.plan.shared) if may_be_unused else ():
+        used = _is_used(flat[offset : offset + numel])
+        if not used.is_cpu or not used:
             compression.unused.append((i, slice(offset, offset + numel)))
-            compression.used[i] = flat[offset : offset + numel].any()
+            compression.used[i] = used
+
+
+def _pay_(compression: Compression, may_be_unused: bool) -> None:
+    # What is left of residuals of parameters that are compressed no longer.
+    for i, left in compression.bucket.owed.items():
+        start = sum(ParameterSpec.of(p).numel for p in compression.bucket.parameters[:i])
+        gradient = compression.flat[start : start + left.numel()]
+        paid = _is_used(gradient) if may_be_unused else gradient.new_ones(())
+        gradient.add_(left * paid)
+        compression.paid.append((left, paid))
 
 
 def _without_unused(compression: Compression) -> Tensor | None:
@@ -132,7 +150,7 @@ def rehearse(state: PowerSGDState, plan: Plan, like: Tensor) -> None:
         shape = replace(shape, offsets=tuple(offset - start for offset in shape.offsets))
         count, n, m = len(shape.members), shape.n, shape.m
         matrix = batch(like.new_zeros(shape.offsets[-1] + n * m), shape)
-        residual = like.new_zeros(count, n, m) if state.use_error_feedback else None
+        residual = like.new_zeros(count, n, m) if state.current.use_error_feedback else None
         p, q = like.new_zeros(count, shape.rank, n), like.new_zeros(count, shape.rank, m)
         state.steps.compress_(matrix, residual, q)
         state.steps.project(matrix, p)
@@ -159,9 +177,9 @@ def project(
         compression.buffer[offset : offset + numel] = message[position : position + numel]
         position += numel
     if plan.shared:
-        compression.used_by_any = message[position:].sign()
+        compression.used_by_any = message[position:-1].sign()
     # The message holds the mean of P, where torch adds its epsilon to the sum.
-    epsilon = state.orthogonalization_epsilon / world_size
+    epsilon = state.current.orthogonalization_epsilon / world_size
     factors = [shape.p_block(message) for shape in plan.groups]
     compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
     old = compression.bucket.residual
@@ -217,6 +235,10 @@ def decompress_if_(
             _decompress_masked_(finite, state.steps, matrix, residual, *factors)
         unbatch_(flat, shape, matrix)
     _restore_unused_(finite, compression, held)
+    for left, paid in compression.paid:
+        left.mul_(~(finite & (paid != 0)))
+    if finite.is_cpu:
+        bucket.owed = {i: left for i, left in bucket.owed.items() if left.any()}
     if flat is not buffer:
         buffer.copy_(flat[: buffer.numel()])
     if bucket.q is not None and bucket.plan.groups:
@@ -242,10 +264,10 @@ def _update_q(state: PowerSGDState, bucket: BucketState, q: Tensor, finite: Tens
     assert bucket.q is not None
     assert bucket.spare is not None
     factors = [shape.q_block(q) for shape in bucket.plan.groups]
-    units = state.steps.orthogonalize_all(factors, state.orthogonalization_epsilon)
+    units = state.steps.orthogonalize_all(factors, state.current.orthogonalization_epsilon)
     # A dead row gets another random direction each step; half of its last one stays in it, so that
     # a parameter that was unused for a step keeps its warm start.
-    fresh = (bucket.q + torch.roll(bucket.spare, state.iter)) / 2
+    fresh = (bucket.q + torch.roll(bucket.spare, state.current.iter)) / 2
     rows = [
         replace_zero_rows(unit, shape.q_block(fresh))
         for unit, shape in zip(units, bucket.plan.groups, strict=True)

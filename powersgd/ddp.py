@@ -3,15 +3,18 @@
 # DDP compares the annotations of a hook with the real classes: no `from __future__ import
 # annotations` in this file.
 
-import gc
-from collections.abc import Sequence
+import math
+import weakref
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.autograd import Variable
 
-from powersgd.reduction import reduce_bucket, require_same_group
+from powersgd.agreement import require_agreement
+from powersgd.arrival import Arrival, find_group
+from powersgd.owner import find_ddp
+from powersgd.reduction import finish_step, reduce_bucket
 from powersgd.state import PowerSGDState
 
 
@@ -87,8 +90,6 @@ def _run(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
     is_square: bool,
 ) -> torch.futures.Future[torch.Tensor]:
-    if not isinstance(state, PowerSGDState):
-        raise TypeError(f"the hook's state must be a powersgd.PowerSGDState, got {type(state)!r}")
     if isinstance(bucket, tuple):  # from DDP's python_reducer, which ignores what is returned
         if is_square:
             raise RuntimeError("batched_powerSGD_hook needs DDP's buckets: use powerSGD_hook")
@@ -98,30 +99,59 @@ def _run(
         reduce_parameter(state, *bucket)
         return None  # type: ignore[return-value]
     parameters = bucket.parameters()
-    is_first = bucket.index() == 0
-    if is_first and not state.positions.is_complete:
-        _require_group_of_ddp(state, parameters)
-    future = reduce_bucket(
-        state,
+    if not isinstance(state, PowerSGDState):
+        _refuse(state, bucket)
+    is_new = not state.positions.knows(parameters)
+    ddp = state.ddp()
+    if is_new and (ddp is None or all(p is not parameters[0] for p in ddp.parameters())):
+        ddp = find_ddp(state, parameters[0])
+    # In the first step of a static graph, when the whole backward is over, DDP gives every bucket
+    # the number 0 and does not say which is the last: each ends a step of its own.
+    is_alone = is_new and ddp is not None and ddp.static_graph
+    is_first = state.last_index == math.inf if is_alone else bucket.index() <= state.last_index
+    if is_first and ddp is not None and ddp.skip_all_reduce_unused_params:
+        _end_with_backward(state)
+    arrival = Arrival(
         bucket.buffer(),
         parameters,
+        find_group(state.process_group) if ddp is None else ddp.process_group,
         is_first=is_first,
-        is_last=bucket.is_last(),
+        is_last=bucket.is_last() or is_alone,
         is_square=is_square,
+        may_be_unused=ddp is None or ddp.find_unused_parameters or ddp.static_graph,
     )
+    future = reduce_bucket(state, arrival)
+    if is_new and ddp is not None:
+        state.ddp = weakref.ref(ddp)
+    state.last_index = bucket.index()
+    if bucket.is_last():
+        _close(state)
     state.maybe_increase_iter(bucket)
     return future
 
 
-def _require_group_of_ddp(state: PowerSGDState, parameters: Sequence[Tensor]) -> None:
-    # DDP does not tell a hook which group it averages over: look for the instance, once in a run.
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), DistributedDataParallel):
-            continue
-        if any(parameter is parameters[0] for parameter in thing.parameters()):
-            if thing.static_graph and state.start_powerSGD_iter == 0:
-                raise ValueError(
-                    "start_powerSGD_iter is 0, but must be >= 1 with DDP's static_graph, whose "
-                    "first step does not say which bucket is the last"
-                )
-            require_same_group(state, thing.process_group)
+def _refuse(state: object, bucket: dist.GradBucket) -> NoReturn:  # type: ignore[name-defined]
+    def complain() -> dict[str, str]:
+        raise TypeError(f"the hook's state must be a powersgd.PowerSGDState, got {type(state)!r}")
+
+    ddp = find_ddp(state, bucket.parameters()[0])
+    group = find_group(None if ddp is None else ddp.process_group)
+    require_agreement(complain, group, bucket.buffer().device)
+    raise AssertionError  # require_agreement has raised
+
+
+def _close(state: PowerSGDState) -> None:
+    state.positions.is_complete = True
+    state.last_index = math.inf
+
+
+def _end_with_backward(state: PowerSGDState) -> None:
+    # DDP leaves out buckets that nobody used, also the last one. Its own callback, which waits for
+    # the averages, comes later.
+    def end() -> None:
+        if state.last_index != math.inf:
+            finish_step(state)
+            _close(state)
+            state.count_iteration()
+
+    Variable._execution_engine.queue_callback(end)

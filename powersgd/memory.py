@@ -1,6 +1,6 @@
 """What the parameters of one bucket carry over from step to step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,8 @@ class BucketState:
         residual: Shape ``(plan.residual_numel,)``, this rank's own.
         q: Shape ``(plan.q_numel,)``: the next step's Q, no row zero, equal on all ranks.
         spare: Shape of ``q``: where a new row comes from when one has died.
+        owed: By index of a parameter that is no longer compressed, flat, what is left of its
+            residual; the next plain average takes it up.
     """
 
     key: tuple[Any, ...]
@@ -30,15 +32,24 @@ class BucketState:
     residual: Tensor | None = None
     q: Tensor | None = None
     spare: Tensor | None = None
+    owed: dict[int, Tensor] = field(default_factory=dict)
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing has to be carried over."""
+        return self.residual is None and self.q is None and not self.owed
 
 
 def residual_slice(bucket: BucketState, parameter: Tensor) -> Tensor | None:
     """View a parameter's residual, flat, in the order of its memory; None if it has none."""
-    index = next(i for i, p in enumerate(bucket.parameters) if p is parameter)
+    index = _index(bucket, parameter)
     where = bucket.plan.residual_slices[index]
-    if bucket.residual is None or where is None:
-        return None
-    return bucket.residual.narrow(0, *where)
+    if where is None:
+        return bucket.owed.get(index)
+    return None if bucket.residual is None else bucket.residual.narrow(0, *where)
+
+
+def _index(bucket: BucketState, parameter: Tensor) -> int:
+    return next(i for i, p in enumerate(bucket.parameters) if p is parameter)
 
 
 def _q_slice(bucket: BucketState, flat: Tensor | None, parameter: Tensor) -> Tensor | None:
@@ -50,9 +61,12 @@ def _q_slice(bucket: BucketState, flat: Tensor | None, parameter: Tensor) -> Ten
 
 
 def carry_over(parameter: Tensor, old: BucketState, new: BucketState) -> None:
-    """Copy what a parameter has in its old bucket into its new one, as far as the shapes agree."""
+    """Copy what a parameter has in its old bucket into its new one, Q only if the shapes agree."""
+    residual = residual_slice(old, parameter)
+    if residual is not None and residual_slice(new, parameter) is None:
+        new.owed[_index(new, parameter)] = residual.clone()
     pairs = [
-        (residual_slice(old, parameter), residual_slice(new, parameter)),
+        (residual, residual_slice(new, parameter)),
         (_q_slice(old, old.q, parameter), _q_slice(new, new.q, parameter)),
         (_q_slice(old, old.spare, parameter), _q_slice(new, new.spare, parameter)),
     ]

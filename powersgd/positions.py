@@ -17,29 +17,41 @@ class Positions:
         self._of: dict[Tensor, tuple[str, int]] = {}
         self.is_complete = False
 
+    def knows(self, parameters: Sequence[Tensor]) -> bool:
+        """Tell whether all of a bucket's parameters are registered."""
+        return all(parameter in self._of for parameter in parameters)
+
+    def require_same_model(self, parameters: Sequence[Tensor], *, is_first: bool) -> None:
+        """Raise if a bucket belongs to another model than the buckets registered so far.
+
+        Args:
+            parameters: The bucket's parameters.
+            is_first: Whether it is the first bucket of a step.
+
+        Raises:
+            ValueError: If it does.
+        """
+        unknown = sum(parameter not in self._of for parameter in parameters)
+        is_foreign = self.is_complete or unknown < len(parameters) or (is_first and self._of)
+        if unknown and is_foreign:
+            raise ValueError(
+                f"one PowerSGDState serves one model: it serves one of {len(self._of)} "
+                f"parameters and now got a bucket with {unknown} others; make a new PowerSGDState "
+                "for each DDP model"
+            )
+
     def register(self, parameters: Sequence[Tensor], kind: str) -> None:
         """Learn the model's parameters, bucket by bucket, during the first step.
 
         Args:
             parameters: A bucket's parameters, in the order of its buffer.
             kind: What DDP keeps apart when it fills its buckets: the dtype, or sparse gradients.
-
-        Raises:
-            ValueError: If the parameters belong to another model than the ones seen so far.
         """
-        unknown = sum(parameter not in self._of for parameter in parameters)
-        if not unknown:
-            return
-        if unknown < len(parameters) or self.is_complete:
-            raise ValueError(
-                f"one PowerSGDState serves one model: it serves one of {len(self._of)} "
-                f"parameters and now got a bucket with {unknown} others; make a new PowerSGDState "
-                "for each DDP model"
-            )
         # DDP fills its first buckets from the model's last parameter on, each kind on its own.
         # Counted from the end, a position does not depend on the size of the buckets.
         start = sum(k == kind for k, _ in self._of.values())
-        for i, parameter in enumerate(reversed(parameters)):
+        unknown = [parameter for parameter in parameters if parameter not in self._of]
+        for i, parameter in enumerate(reversed(unknown)):
             self._of[parameter] = (kind, start + i)
 
     def seed(self, parameter: Tensor, *more: int) -> int:

@@ -6,36 +6,26 @@ to be good on all ranks; until then the state is as it was.
 
 import itertools
 import logging
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from powersgd.arguments import flag, group, integer, number
+from powersgd.arguments import group, integer
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState, carry_over, residual_slice
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
 from powersgd.positions import Positions
+from powersgd.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _handles = itertools.count()
 STATES: weakref.WeakValueDictionary[int, "PowerSGDState"] = weakref.WeakValueDictionary()
-
-_AGREED = (
-    "matrix_approximation_rank",
-    "start_powerSGD_iter",
-    "min_compression_rate",
-    "use_error_feedback",
-    "warm_start",
-    "orthogonalization_epsilon",
-    "random_seed",
-    "batch_tensors_with_same_shape",
-    "iter",
-)
 
 
 class Bucket(Protocol):
@@ -100,22 +90,19 @@ class PowerSGDState:
         if not isinstance(steps, Steps):
             raise ValueError(f"steps is {steps!r}, but must be a powersgd.Steps such as EAGER")
         self.process_group = group("process_group", process_group)
-        self.matrix_approximation_rank = integer(
-            "matrix_approximation_rank", matrix_approximation_rank, 1
-        )
-        self.start_powerSGD_iter = integer("start_powerSGD_iter", start_powerSGD_iter, 0)
-        self.min_compression_rate = number("min_compression_rate", min_compression_rate, "> 0")
-        self.use_error_feedback = flag("use_error_feedback", use_error_feedback)
-        self.warm_start = flag("warm_start", warm_start)
-        self.orthogonalization_epsilon = number(
-            "orthogonalization_epsilon", orthogonalization_epsilon, ">= 0"
-        )
-        self.random_seed = integer("random_seed", random_seed)
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.iter = 0
+        for name, value in self.settings()._asdict().items():  # checked, and plain numbers
+            setattr(self, name, value)
         self.compression_stats_logging_frequency = max(
             1, integer("compression_stats_logging_frequency", compression_stats_logging_frequency)
-        )
-        self.batch_tensors_with_same_shape = flag(
-            "batch_tensors_with_same_shape", batch_tensors_with_same_shape
         )
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
@@ -123,28 +110,72 @@ class PowerSGDState:
                 "use_error_feedback or warm_start, because DDP rebuilds its buckets after the "
                 "first step"
             )
-        self.steps = steps
-        self.iter = 0
+        self._steps = steps
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        # The buckets of the running step whose collectives are on their way; the reduction's.
+        # What ranks have agreed on; settings that were changed since then wait for their turn.
+        self.agreed: Settings | None = None
+        self.agreed_group: Any = None
+        # The running step; the reduction's.
         self.in_flight: list[Any] = []
+        self.change: Any = None
+        # The front end's: which DDP model it is, and where its step stands.
+        self.ddp: Callable[[], Any] = lambda: None
+        self.last_index: float = math.inf
         # What graphs need, if the compiler traces the hook, and by which they find the state.
         self.traced: Any = None
         self.handle = next(_handles)
         STATES[self.handle] = self
         self.positions = Positions()
         self._buckets: dict[Tensor, BucketState] = {}
-        logger.info("PowerSGD config: %s", self.settings())
+        logger.info("PowerSGD config: %s", self.settings()._asdict())
 
-    def settings(self) -> dict[str, int | float | bool]:
-        """Return what all ranks must agree on, by name."""
-        return {name: getattr(self, name) for name in _AGREED}
+    @property
+    def steps(self) -> Steps:
+        """The implementation of the steps, for good."""
+        return self._steps
+
+    def settings(self) -> Settings:
+        """Read the settings as they are set now.
+
+        Returns:
+            The settings; the next step's if all ranks agree.
+
+        Raises:
+            ValueError: If one was set to what is not allowed.
+        """
+        return Settings.of(self)
+
+    @property
+    def current(self) -> Settings:
+        """The settings that are in force: the ones that ranks have agreed on, if they have."""
+        return self.agreed or self.settings()
+
+    def has_changed(self) -> bool:
+        """Tell whether what ranks must agree on was set since they agreed."""
+        try:
+            is_same = self.settings() == self.agreed
+        except ValueError:  # for the next agreement to report
+            is_same = False
+        return not is_same or self.process_group is not self.agreed_group
+
+    def adopt(self, settings: Settings) -> None:
+        """Take over what ranks have agreed on; memory that it switches off is dropped.
+
+        Args:
+            settings: The settings of the steps to come.
+        """
+        self.agreed, self.agreed_group = settings, self.process_group
+        for bucket in self._buckets.values():
+            if not settings.use_error_feedback:
+                bucket.residual, bucket.owed = None, {}
+            if not settings.warm_start:
+                bucket.q = bucket.spare = None
 
     def is_warming_up(self) -> bool:
         """Tell whether gradients are still averaged without compression."""
-        return self.iter < self.start_powerSGD_iter
+        return self.current.iter < self.current.start_powerSGD_iter
 
     def maybe_increase_iter(self, bucket: Bucket) -> None:
         """Count a step when its last bucket is done, and log when compression starts.
@@ -158,6 +189,8 @@ class PowerSGDState:
     def count_iteration(self) -> None:
         """Count a step, and log when compression starts."""
         self.iter += 1
+        if self.agreed is not None:
+            self.agreed = self.agreed._replace(iter=self.agreed.iter + 1)
         if self.iter == self.start_powerSGD_iter:
             logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
 
@@ -231,7 +264,7 @@ class PowerSGDState:
             like: A tensor of the dtype and device that its memory gets.
         """
         old = [self._buckets.get(parameter) for parameter in bucket.parameters]
-        if any(o is not None and (o.residual is not None or o.q is not None) for o in old):
+        if any(o is not None and not o.is_empty() for o in old):
             self.allocate(bucket, like)
             for parameter, source in zip(bucket.parameters, old, strict=True):
                 if source is not None:
@@ -246,9 +279,10 @@ class PowerSGDState:
             bucket: A bucket of this state.
             like: A tensor of the dtype and device to use.
         """
-        if self.use_error_feedback and bucket.residual is None:
+        settings = self.current
+        if settings.use_error_feedback and bucket.residual is None:
             bucket.residual = like.new_zeros(bucket.plan.residual_numel)
-        if self.warm_start and bucket.q is None:
+        if settings.warm_start and bucket.q is None:
             bucket.q = self.draw_q(bucket, like)
             bucket.spare = bucket.q.clone()
 
@@ -267,14 +301,16 @@ class PowerSGDState:
         """
         if not bucket.plan.groups:
             return like.new_empty(0)
-        step = max(self.iter, self.start_powerSGD_iter)  # a graph's Q is drawn ahead of time
+        settings = self.current
+        # A graph's Q is drawn ahead of time.
+        step = max(settings.iter, settings.start_powerSGD_iter)
         factors = []
         for shape in bucket.plan.groups:
             draws = []
             for member in shape.members:
-                seed = self.positions.seed(bucket.parameters[member], self.random_seed, step)
+                seed = self.positions.seed(bucket.parameters[member], settings.random_seed, step)
                 generator = torch.Generator().manual_seed(seed)
                 draws.append(torch.randn(shape.rank, shape.m, generator=generator))
             factors.append(torch.stack(draws).to(like))
-        units = self.steps.orthogonalize_all(factors, self.orthogonalization_epsilon)
+        units = self.steps.orthogonalize_all(factors, settings.orthogonalization_epsilon)
         return torch.cat([unit.flatten() for unit in units])

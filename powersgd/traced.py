@@ -10,9 +10,11 @@ before compression starts, and compression after.
 
 import gc
 import math
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,11 @@ from torch._guards import TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
+from powersgd.arrival import find_group, require_same_group
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
 from powersgd.orthogonalization import orthogonalize
 from powersgd.plan import make_plan
-from powersgd.reduction import find_group, require_same_group
 from powersgd.state import STATES, PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, replace_zero_rows, residual
 
@@ -39,22 +41,39 @@ class TracedState:
         state: The state.
         process_group: Its process group.
         world_size: Ranks of the group.
+        epsilon: Added to the norms of Q in orthogonalization.
         buckets: For each parameter a bucket of its own, and the order of its dimensions in memory.
         is_compressing: Whether the next step compresses; the one fact that graphs are guarded by.
         counter: Steps begun; the operator that counts them must write something.
         last_trace: The trace that has met the state last.
+        last_backward: Autograd's number of the backward pass that was counted last.
+        has_warned: Whether a change of settings was met.
     """
 
     state: PowerSGDState
     process_group: dist.ProcessGroup
     world_size: int
+    epsilon: float
     buckets: dict[Tensor, tuple[BucketState, tuple[int, ...]]]
     is_compressing: bool
     counter: Tensor
     last_trace: Callable[[], TracingContext | None] = lambda: None
+    last_backward: int = -1
+    has_warned: bool = False
 
     def begin_step(self) -> None:
-        """Count a step."""
+        """Count a step; once, also if graph breaks split its backward into several graphs."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self.last_backward:
+            return
+        self.last_backward = backward
+        if self.state.has_changed() and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(
+                "settings of a PowerSGDState have changed since its backward was compiled, which "
+                "has no effect",
+                stacklevel=2,
+            )
         if self.is_compressing:
             plans = [bucket.plan for bucket, _ in self.buckets.values()]
             self.state.count(plans, sum(plan.numel for plan in plans))
@@ -78,10 +97,14 @@ def _(counter: Tensor, handle: int) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_first_of_trace(handle: int) -> bool:
     # Runs while a graph is traced, in plain Python: tells whether the trace meets the state for the
-    # first time, and prepares a state that is new.
+    # first time, and prepares a state that is new or whose model has parameters unfrozen.
     state = STATES[handle]
-    if state.traced is None:
-        state.traced = _prepare(_find_ddp(state), state)
+    ddp = state.ddp() or _find_ddp(state)
+    state.ddp = weakref.ref(ddp)
+    trainable = [p for p in ddp._module_parameters if p.requires_grad]
+    new = [p for p in trainable if state.traced is None or p not in state.traced.buckets]
+    if new:
+        _prepare(state, ddp.process_group, new)
     context = TracingContext.get()
     is_first = state.traced.last_trace() is not context
     state.traced.last_trace = weakref.ref(context)
@@ -98,36 +121,46 @@ def _find_ddp(state: PowerSGDState) -> DistributedDataParallel:
 
 
 @torch.no_grad()
-def _prepare(ddp: DistributedDataParallel, state: PowerSGDState) -> TracedState:
-    require_same_group(state, ddp.process_group)
-    parameters = [p for p in ddp._module_parameters if p.requires_grad]
+def _prepare(
+    state: PowerSGDState, process_group: dist.ProcessGroup, parameters: Sequence[Tensor]
+) -> None:
     specs = [ParameterSpec.of(parameter) for parameter in parameters]
-    group, device = find_group(state), parameters[0].device
-    facts = {
-        **state.settings(),
-        "the parameters' shapes": [list(spec.shape) for spec in specs],
-        "the parameters' strides": [list(spec.stride) for spec in specs],
-        "the parameters' dtypes": [str(parameter.dtype) for parameter in parameters],
-    }
-    require_agreement(facts, group, device)
+
+    def collect() -> dict[str, Any]:
+        require_same_group(state, process_group)
+        return {
+            **(state.settings() if state.traced is None else state.current)._asdict(),
+            "the parameters' shapes": [list(spec.shape) for spec in specs],
+            "the parameters' strides": [list(spec.stride) for spec in specs],
+            "the parameters' dtypes": [str(parameter.dtype) for parameter in parameters],
+        }
+
+    device = parameters[0].device
+    require_agreement(collect, process_group, device)
     for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
         state.positions.register([p for p in parameters if str(p.dtype) == kind], kind)
-    state.positions.is_complete = True
-    buckets = {p: _add_bucket(state, p, s) for p, s in zip(parameters, specs, strict=True)}
-    return TracedState(
-        state,
-        group,
-        group.size(),
-        buckets,
-        not state.is_warming_up(),
-        torch.zeros((), device=device),
-    )
+    if state.traced is None:
+        state.adopt(state.settings())
+        group = find_group(state.agreed_group)
+        state.traced = TracedState(
+            state,
+            group,
+            group.size(),
+            state.current.orthogonalization_epsilon,
+            {},
+            not state.is_warming_up(),
+            torch.zeros((), device=device),
+        )
+    for parameter, spec in zip(parameters, specs, strict=True):
+        state.traced.buckets[parameter] = _add_bucket(state, parameter, spec)
 
 
 def _add_bucket(
     state: PowerSGDState, parameter: Tensor, spec: ParameterSpec
 ) -> tuple[BucketState, tuple[int, ...]]:
-    plan = make_plan([spec], state.matrix_approximation_rank, state.min_compression_rate)
+    plan = make_plan(
+        [spec], state.current.matrix_approximation_rank, state.current.min_compression_rate
+    )
     bucket = BucketState(("traced",), (parameter,), plan)
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     state.add_bucket(bucket, real)
@@ -180,7 +213,6 @@ def _mean(tensor: Tensor, traced: TracedState) -> Tensor:
 
 
 def _compress(traced: TracedState, bucket: BucketState, matrix: Tensor) -> Tensor:
-    state = traced.state
     (shape,) = bucket.plan.groups
     assert bucket.q is not None
     assert bucket.spare is not None
@@ -188,13 +220,13 @@ def _compress(traced: TracedState, bucket: BucketState, matrix: Tensor) -> Tenso
     old = None if bucket.residual is None else shape.residual_block(bucket.residual)
     merged = matrix if old is None else matrix + old
     p_mean = _mean(compute_p(merged, q), traced)
-    p = orthogonalize(p_mean, state.orthogonalization_epsilon / traced.world_size)
+    p = orthogonalize(p_mean, traced.epsilon / traced.world_size)
     q_local = compute_q(merged, p)
     q_mean = _mean(q_local, traced)
     finite = p_mean.isfinite().all() & q_mean.isfinite().all()
     if old is not None:
         old.copy_(torch.where(finite, residual(merged, p, q_local), old))
-    unit = orthogonalize(q_mean, state.orthogonalization_epsilon)
+    unit = orthogonalize(q_mean, traced.epsilon)
     fresh = spare.roll(1, -1)  # a dead row gets another direction each step
     q.copy_(torch.where(finite, replace_zero_rows(unit, (q + fresh) / 2), q))
     spare.copy_(torch.where(finite, fresh, spare))

@@ -187,6 +187,8 @@ class Case:
     members: tuple[int, ...] | None = None  # of a group smaller than the world
     default_group: bool = False
     micro_batches: int = 1
+    set_to_none: bool = True
+    resumed_at: int = 0  # the state's iter at the start
     uneven: int = 0  # rank w stops `w * uneven` steps before rank 0, under join()
 
     def length(self, rank: int) -> int:
@@ -257,12 +259,13 @@ def _train(case: Case, group: dist.ProcessGroup | None) -> Iterator[Step]:
     model = Dictated(case.specs)
     ddp = DistributedDataParallel(model, process_group=group, **case.ddp)
     state = powersgd.PowerSGDState(group, **case.options)
+    state.iter = case.resumed_at
     if case.hook:
         hook = getattr(powersgd, case.hook)
         ddp.register_comm_hook(state, fp16_compress_wrapper(hook) if case.fp16 else hook)
     with ddp.join() if case.uneven else contextlib.nullcontext():
         for batch in case.schedule[: case.length(rank)]:
-            ddp.zero_grad(set_to_none=True)
+            ddp.zero_grad(set_to_none=case.set_to_none)
             backward(ddp, batch.gradients(case.specs, rank, world_size), case.micro_batches)
             parameters = {name: model.parameter(name) for name in case.specs}
             yield Step(

@@ -47,6 +47,7 @@ OPTIONS = {
     "start_powerSGD_iter": WARM_UP,
     "min_compression_rate": 1,
 }
+NO_MEMORY = {"start_powerSGD_iter": 0, "use_error_feedback": False, "warm_start": False}
 HOOKS = ("powerSGD_hook", "batched_powerSGD_hook")
 COMPRESSED = ("first", "second", "third", "conv")
 
@@ -98,6 +99,11 @@ def _skip(rank: int | None) -> list[Batch]:
     ]
 
 
+def _skip_always(*names: str) -> list[Batch]:
+    """Leave out the parameters of the first and the last bucket in every step."""
+    return [Batch(batch.seed, batch.kind, skip=names) for batch in SCHEDULE]
+
+
 def _case(name: str, specs: dict[str, Spec] | None = None, **settings: Any) -> Case:
     settings = {"schedule": SCHEDULE} | settings
     settings["options"] = OPTIONS | settings.get("options", {})
@@ -108,6 +114,8 @@ def _features(hook: str) -> list[Case]:
     unused = {"find_unused_parameters": True, **MANY_BUCKETS}
     view = {"gradient_as_bucket_view": True, **MANY_BUCKETS}
     static = {"static_graph": True, **MANY_BUCKETS}
+    skipping = {"skip_all_reduce_unused_params": True, **unused}
+    resumed = SCHEDULE[WARM_UP:]
     cases = [
         _case("many buckets"),
         _case("one bucket", ddp=ONE_BUCKET),
@@ -119,9 +127,13 @@ def _features(hook: str) -> list[Case]:
         _case("join, left before compression", EVERY_DTYPE, uneven=5),
         _case("static_graph", ddp=static),
         _case("static_graph, several buckets at first", EVERY_DTYPE, ddp=static),
+        _case("static_graph, start at 0", EVERY_DTYPE, ddp=static, options=NO_MEMORY),
         _case("unused on one rank", ddp=unused, schedule=_skip(0)),
         _case("unused on all ranks, one bucket", ddp=unused | ONE_BUCKET, schedule=_skip(None)),
         _case("unused on all ranks", ddp=unused, schedule=_skip(None)),
+        _case("unused on all ranks, not None", ddp=unused, schedule=_skip(None), set_to_none=False),
+        _case("skipped buckets", ddp=skipping, schedule=_skip_always("first", "conv")),
+        _case("static_graph, resumed", EVERY_DTYPE, ddp=static, schedule=resumed, resumed_at=10),
         _case("bucket view", ddp=view),
         _case("view, no_sync, unused", ddp=unused | view, schedule=_skip(1), micro_batches=2),
         _case("tied and frozen", TIED_AND_FROZEN),
@@ -245,7 +257,7 @@ def test_a_parameter_that_no_rank_uses_keeps_its_residual(
     for steps in ranks_of(outcomes, case):
         for i in range(STEPS):
             for name in case.schedule[i].skip:
-                assert steps[i].outputs[name] is None
+                assert peak([steps[i].outputs[name]]) == 0
                 if i > WARM_UP:
                     before = steps[i - 1].residuals[name]
                     assert is_same(before, steps[i].residuals[name]), f"step {i}, {name}"
@@ -363,7 +375,8 @@ def test_at_most_two_collectives_per_bucket_and_step(observations: Any, case: Ca
             assert buckets == 1 or ("kinds" in case.name and buckets > 1)
         else:
             assert buckets >= 4
-        assert 0 < collectives <= (2 if i >= WARM_UP else 1) * buckets, f"step {i}"
+        most = 2 * buckets if i >= WARM_UP else buckets + 1  # or: have settings changed?
+        assert 0 < collectives <= most, f"step {i}"
 
 
 @pytest.mark.parametrize(

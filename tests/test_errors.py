@@ -185,6 +185,23 @@ def test_another_group_of_the_same_ranks_is_fine() -> None:
     run_ranks(_same_group_twice, 2)
 
 
+def _stale(rank: int) -> None:
+    """An older DDP of another group around the same module is not the one that counts."""
+    model = _model()
+    stale = DistributedDataParallel(
+        model, process_group=[dist.new_group([r]) for r in (0, 1)][rank]
+    )
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powersgd.powerSGD_hook)
+    for _ in range(4):
+        _step(ddp, rank)
+    assert stale.process_group.size() == 1
+
+
+def test_a_stale_ddp_does_not_count() -> None:
+    run_ranks(_stale, 2)
+
+
 def _die(rank: int) -> Any:
     state = PowerSGDState(None, start_powerSGD_iter=2)
     ddp = _ddp(state)

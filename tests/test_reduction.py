@@ -93,15 +93,6 @@ def test_autocast_and_create_graph_change_nothing() -> None:
         assert not any(a.requires_grad for a in actual)
 
 
-def test_static_graph_cannot_compress_its_first_step() -> None:
-    model = _model()
-    ddp = DistributedDataParallel(model, static_graph=True)
-    buckets = ddp.reducer._get_zeros_like_grad_buckets()
-    state = powersgd.PowerSGDState(None, 1, 0, use_error_feedback=False, warm_start=False)
-    with pytest.raises(ValueError, match="start_powerSGD_iter is 0, but must be >= 1"):
-        powersgd.powerSGD_hook(state, buckets[0])
-
-
 @pytest.mark.parametrize("error_feedback", [True, False])
 def test_the_masked_path_of_gpus_equals_the_direct_one(error_feedback: bool) -> None:
     matrix, old, p, own, q = (torch.randn(2, *s) for s in ((6, 9), (6, 9), (2, 6), (2, 9), (2, 9)))

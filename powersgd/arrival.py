@@ -1,0 +1,193 @@
+"""A bucket arrives: is it known, and do all ranks mean the same by it?
+
+Ranks compare notes over one small all-gather when a bucket is new, and at the start of a step that
+follows one in which any rank's settings had been changed. In between, the settings that they have
+agreed on stay in force, so that a rank that was set differently cannot start other collectives than
+the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from powersgd.agreement import require_agreement
+from powersgd.compression import rehearse
+from powersgd.layout import ParameterSpec
+from powersgd.memory import BucketState
+from powersgd.phases import EAGER
+from powersgd.plan import Plan, make_plan, make_square_plan
+from powersgd.settings import Settings
+from powersgd.state import PowerSGDState
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A bucket as a front end hands it in.
+
+    Attributes:
+        buffer: The bucket's gradients, shape ``(numel,)``, or one sparse gradient. Overwritten.
+        parameters: The parameters in the order of the buffer, in which they lie without gaps.
+        process_group: The group over which the front end averages; the state's must have its ranks.
+        is_first: Whether this is the step's first bucket.
+        is_last: Whether this is the step's last bucket.
+        is_square: View the whole bucket as one square matrix.
+        may_be_unused: Whether a gradient of zeros may be that of a parameter that this rank has not
+            used; the front end throws an average away if no rank has used the parameter.
+    """
+
+    buffer: Tensor
+    parameters: Sequence[Tensor]
+    process_group: dist.ProcessGroup
+    is_first: bool
+    is_last: bool
+    is_square: bool = False
+    may_be_unused: bool = True
+
+    @property
+    def kind(self) -> str:
+        """What DDP keeps apart when it fills its buckets: the dtype, or sparse gradients."""
+        return "sparse" if self.buffer.is_sparse else str(self.parameters[0].dtype)
+
+
+def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a process group, or the default one.
+
+    Args:
+        group: A group, or None for the default one.
+
+    Returns:
+        The group.
+
+    Raises:
+        RuntimeError: If there is no default group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "PowerSGD needs a process group: call torch.distributed.init_process_group first"
+        )
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None  # there is a default group once torch.distributed is initialised
+    return found
+
+
+def require_same_group(state: PowerSGDState, theirs: dist.ProcessGroup) -> None:
+    """Raise unless the state's process group has the ranks of the front end's.
+
+    Args:
+        state: The state.
+        theirs: The group over which the front end averages.
+
+    Raises:
+        ValueError: If the ranks differ: the replicas would drift apart without a word.
+    """
+    mine = dist.get_process_group_ranks(find_group(state.process_group))
+    ranks = dist.get_process_group_ranks(theirs)
+    if mine != ranks:
+        raise ValueError(
+            f"the state's process group has the ranks {mine}, but DDP averages over the "
+            f"ranks {ranks}; give both the same process group"
+        )
+
+
+def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
+    """Look up a bucket; if it is new, or settings may have changed, make sure that ranks agree.
+
+    Args:
+        state: The state; takes in what ranks have agreed on, and nothing if they do not agree.
+        arrival: The bucket.
+
+    Returns:
+        The bucket's part of the state; None for sparse gradients.
+
+    Raises:
+        RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).
+        ValueError: On all ranks, if the parameters are another model's, a setting is not allowed,
+            or ranks differ in settings or plan.
+    """
+    is_settling = state.agreed is None or (arrival.is_first and _was_changed(state))
+    settings = state.agreed
+    if settings is not None and not is_settling and state.positions.knows(arrival.parameters):
+        bucket = state.find_bucket(arrival.parameters, _key(arrival, settings))
+        if bucket is not None or arrival.kind == "sparse":
+            return bucket
+    terms = _Terms(state, arrival, is_settling)
+    require_agreement(terms.state_facts, arrival.process_group, arrival.buffer.device)
+    state.change = None
+    state.positions.register(arrival.parameters, arrival.kind)
+    if is_settling:
+        state.adopt(terms.settings)
+    return None if terms.plan is None else _take_in(state, arrival, terms.settings, terms.plan)
+
+
+class _Terms:
+    """What this rank has to say of a bucket, and what follows from it."""
+
+    settings: Settings
+    plan: Plan | None = None
+
+    def __init__(self, state: PowerSGDState, arrival: Arrival, is_settling: bool) -> None:
+        self._state, self._arrival, self._is_settling = state, arrival, is_settling
+
+    def state_facts(self) -> dict[str, Any]:
+        """Check all that this rank can check alone, and make the plan."""
+        state, arrival = self._state, self._arrival
+        state.positions.require_same_model(arrival.parameters, is_first=arrival.is_first)
+        require_same_group(state, arrival.process_group)
+        self.settings = state.settings() if self._is_settling else state.current
+        specs = [ParameterSpec.of(parameter) for parameter in arrival.parameters]
+        if arrival.kind != "sparse":
+            self.plan = _make_plan(specs, arrival, self.settings)
+        return {
+            **self.settings._asdict(),
+            "the hook": "batched_powerSGD_hook" if arrival.is_square else "powerSGD_hook",
+            "the bucket's parameter shapes": [list(spec.shape) for spec in specs],
+            "the bucket's parameter strides": [list(spec.stride) for spec in specs],
+            "the bucket's dtype": str(arrival.buffer.dtype),
+            "whether the bucket's gradients are sparse": arrival.kind == "sparse",
+            "whether the bucket is the last": arrival.is_last,
+            "whether the steps are powersgd.EAGER": state.steps is EAGER,
+        }
+
+
+def _was_changed(state: PowerSGDState) -> bool:
+    # Of the last step; the sum over ranks, so all of them see the same.
+    if state.change is None:
+        return False
+    flag, work = state.change
+    if work is not None:
+        work.wait()
+    return bool(flag != 0)
+
+
+def _key(arrival: Arrival, settings: Settings) -> tuple[Any, ...]:
+    return (
+        arrival.is_square,
+        arrival.buffer.dtype,
+        arrival.buffer.device,
+        settings.matrix_approximation_rank,
+        settings.min_compression_rate,
+        settings.batch_tensors_with_same_shape,
+    )
+
+
+def _make_plan(specs: Sequence[ParameterSpec], arrival: Arrival, settings: Settings) -> Plan:
+    rank = settings.matrix_approximation_rank
+    if arrival.is_square:
+        return make_square_plan(specs, rank)
+    stack = settings.batch_tensors_with_same_shape
+    return make_plan(specs, rank, settings.min_compression_rate, stack)
+
+
+def _take_in(state: PowerSGDState, arrival: Arrival, settings: Settings, plan: Plan) -> BucketState:
+    key = _key(arrival, settings)
+    known = state.find_bucket(arrival.parameters, key)
+    if known is not None:
+        return known
+    bucket = BucketState(key, tuple(arrival.parameters), plan)
+    state.add_bucket(bucket, arrival.buffer)
+    if state.steps is not EAGER:
+        rehearse(state, plan, arrival.buffer)
+    return bucket
