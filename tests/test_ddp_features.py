@@ -235,7 +235,7 @@ def test_compression_starts_on_time_and_has_the_rank(
         compressed = i >= case.options["start_powerSGD_iter"]
         for name in COMPRESSED:
             output = step.outputs[name]
-            if output is not None:
+            if output is not None and output.any():
                 sizes = torch.linalg.svdvals(output.flatten(1).double())
                 assert (sizes[2] < 1e-4 * sizes[0]) == compressed, f"step {i}, {name}"
 
