@@ -8,7 +8,6 @@ before compression starts, and compression after.
 
 # torch.library reads the annotations of a custom operator: no `from __future__ import annotations`.
 
-import gc
 import math
 import warnings
 import weakref
@@ -28,6 +27,7 @@ from powersgd.arrival import find_group, require_same_group
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
 from powersgd.orthogonalization import orthogonalize
+from powersgd.owner import find_ddps
 from powersgd.plan import make_plan
 from powersgd.state import STATES, PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, replace_zero_rows, residual
@@ -99,37 +99,38 @@ def _is_first_of_trace(handle: int) -> bool:
     # Runs while a graph is traced, in plain Python: tells whether the trace meets the state for the
     # first time, and prepares a state that is new or whose model has parameters unfrozen.
     state = STATES[handle]
-    ddp = state.ddp() or _find_ddp(state)
-    state.ddp = weakref.ref(ddp)
-    trainable = [p for p in ddp._module_parameters if p.requires_grad]
+    ddps = find_ddps(state)
+    if not ddps:
+        raise RuntimeError("PowerSGD found no DDP model with this state among Python's objects")
+    trainable = dict.fromkeys(p for ddp in ddps for p in ddp._module_parameters if p.requires_grad)
     new = [p for p in trainable if state.traced is None or p not in state.traced.buckets]
     if new:
-        _prepare(state, ddp.process_group, new)
+        _prepare(state, ddps, new)
     context = TracingContext.get()
     is_first = state.traced.last_trace() is not context
     state.traced.last_trace = weakref.ref(context)
     return is_first
 
 
-def _find_ddp(state: PowerSGDState) -> DistributedDataParallel:
-    for thing in gc.get_objects():
-        is_ddp = issubclass(type(thing), DistributedDataParallel)
-        if is_ddp and any(hooked is state for _, hooked in thing._comm_hooks):
-            ddp: DistributedDataParallel = thing
-            return ddp
-    raise RuntimeError("PowerSGD found no DDP model with this state among Python's objects")
-
-
 @torch.no_grad()
 def _prepare(
-    state: PowerSGDState, process_group: dist.ProcessGroup, parameters: Sequence[Tensor]
+    state: PowerSGDState, ddps: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]
 ) -> None:
+    process_group = ddps[-1].process_group
     specs = [ParameterSpec.of(parameter) for parameter in parameters]
 
     def collect() -> dict[str, Any]:
+        if len({frozenset(ddp._module_parameters) for ddp in ddps}) > 1:
+            raise ValueError(
+                f"one PowerSGDState serves one model: it is registered with {len(ddps)} DDP "
+                "models; make a new PowerSGDState for each"
+            )
         require_same_group(state, process_group)
+        settings = state.settings() if state.traced is None else state.current
+        if not settings.warm_start:
+            raise ValueError("warm_start is False, but must be True with DDP's python_reducer")
         return {
-            **(state.settings() if state.traced is None else state.current)._asdict(),
+            **settings._asdict(),
             "the parameters' shapes": [list(spec.shape) for spec in specs],
             "the parameters' strides": [list(spec.stride) for spec in specs],
             "the parameters' dtypes": [str(parameter.dtype) for parameter in parameters],
@@ -181,10 +182,9 @@ def reduce_parameter(state: PowerSGDState, gradient: Tensor, parameter: Tensor) 
 
     Raises:
         RuntimeError: If backward is not being compiled, or the DDP model cannot be found.
-        ValueError: If the state has no warm start, or ranks differ in settings or models.
+        ValueError: On all ranks, if the state has no warm start or serves another model, or if
+            ranks differ in settings or models. The compiler wraps it.
     """
-    if not state.warm_start:
-        raise ValueError("warm_start is False, but must be True with DDP's python_reducer")
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             'DDP\'s "python_reducer" calls this hook outside of torch.compile; set '
