@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 import powersgd
-from powersgd.demo import LARGEST_RANK, Run, require, train_all
+from powersgd.demo import LARGEST_RANK, Run, default_batch_size, require, train_all
 from powersgd.report import (
     Point,
     Result,
@@ -97,7 +97,9 @@ def demo(
     seeds: Annotated[int, _number("Runs of each kind, 1 to 20.")] = 3,
     epochs: Annotated[int, _number("Passes over the images, 1 to 1000.")] = 10,
     workers: Annotated[int, _number("Processes, 2 to 16.")] = 2,
-    batch_size: Annotated[int, _number("Images per step, all processes together.")] = 64,
+    batch_size: Annotated[
+        int | None, _number("Images per step, all processes together; about 64.")
+    ] = None,
     start_iter: Annotated[int, _number("Full gradients before PowerSGD starts.")] = 4,
     plot: Annotated[Path, typer.Option(metavar="FILE", help="The PNG file to draw.")] = Path(
         "powersgd-demo.png"
@@ -109,7 +111,7 @@ def demo(
     """Compare plain all-reduce with PowerSGD on a small net.
 
     Local processes train a convolutional net on scikit-learn's digits, from the same seeds and
-    with the same images in the same order. It takes about a minute and ends with a table, and
+    with the same images in the same order. It takes one to two minutes and ends with a table, and
     with a plot of loss and accuracy against the bytes sent.
     """
     try:
@@ -118,6 +120,7 @@ def demo(
         _check_file("--plot", plot, ".png")
         if json is not None:
             _check_file("--json", json, ".json")
+        batch_size = default_batch_size(workers) if batch_size is None else batch_size
         kinds = [Run(r, 0, epochs, batch_size, start_iter) for r in (None, *_parse_ranks(ranks))]
         for kind in kinds:
             kind.check(workers)

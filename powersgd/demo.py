@@ -81,7 +81,12 @@ class Run:
         last = self.steps - 1
         require("--start-iter", self.start_iter, 2, last, f" (a run has {self.steps} steps)")
         if self.rank is not None:
-            require("--rank", self.rank, 1, LARGEST_RANK)
+            require("--rank", self.rank, 1, LARGEST_RANK, " (0 is plain all-reduce)")
+
+
+def default_batch_size(world_size: int) -> int:
+    """Return 64, or the next lower multiple of the number of processes; one each at least."""
+    return max(64 // world_size, 1) * world_size
 
 
 def require(option: str, value: int, low: int, high: int, reason: str = "") -> None:
@@ -249,15 +254,18 @@ def _parse(arguments: Sequence[str]) -> Run:
     )
     parser.add_argument("--rank", type=int, default=2, help="rank; 0 is plain all-reduce")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the images")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per step, all processes")
+    parser.add_argument("--batch-size", type=int, help="images per step, all processes; about 64")
     parser.add_argument("--start-iter", type=int, default=4, help="steps before PowerSGD starts")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and order")
     options = vars(parser.parse_args(arguments))
     if "WORLD_SIZE" not in os.environ:
         parser.error("Start this with torchrun, or use `powersgd demo`, which needs no torchrun.")
+    world_size = int(os.environ["WORLD_SIZE"])
+    if options["batch_size"] is None:
+        options["batch_size"] = default_batch_size(world_size)
     run = Run(**{**options, "rank": options["rank"] or None})
     try:
-        run.check(int(os.environ["WORLD_SIZE"]))
+        run.check(world_size)
         load_split()
     except ValueError as error:
         parser.error(f"{error}.")

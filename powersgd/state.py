@@ -42,6 +42,9 @@ class PowerSGDState:
     The first ten arguments have the names, order, defaults and meaning of
     ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``.
 
+    The settings are attributes and may be changed in mid-run, on all ranks: they come into force at
+    the second step after the change, once all ranks have agreed on them.
+
     Memory, from the first compressed step on: with error feedback one buffer of the size of the
     compressed gradients, with warm start twice the size of all Q.
 
@@ -57,7 +60,7 @@ class PowerSGDState:
         warm_start: Start from the last step's Q, not from a random one.
         orthogonalization_epsilon: Added to the norms in orthogonalization, >= 0. Zero rows and
             dependent rows are safe without it.
-        random_seed: Seeds the random Q; any integer, the same on all ranks.
+        random_seed: Seeds the random Q; any integer of 64 bits, the same on all ranks.
         compression_stats_logging_frequency: Log the statistics every so many steps; below 1 is 1.
         batch_tensors_with_same_shape: Batch all matrices of a shape, also where they have to be
             copied together. Those that lie evenly spaced are always batched, without a copy.

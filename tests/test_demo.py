@@ -170,6 +170,13 @@ def test_help_lists_every_option() -> None:
     assert listed == [*options, "--plot", "--json", "--help"]
 
 
+@pytest.mark.parametrize(("processes", "images"), [(2, 64), (3, 63), (16, 64), (100, 100)])
+def test_the_default_batch_is_about_64_images_and_fits_the_processes(
+    processes: int, images: int
+) -> None:
+    assert demo.default_batch_size(processes) == images
+
+
 def test_no_command_and_version(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "demo" in capfd.readouterr().out
@@ -225,7 +232,7 @@ def test_wrong_argument_in_a_process_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--rank 99", "--rank is 99, but must be from 1 to 56."),
+        ("--rank 99", "--rank is 99, but must be from 1 to 56 (0 is plain all-reduce)."),
         ("--epochs x", "argument --epochs: invalid int value: 'x'"),
     ],
 )

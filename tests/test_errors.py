@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import signal
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,15 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"compression_stats_logging_frequency": "often"}, "frequency is 'often'.*integer"),
     ({"process_group": "gloo"}, "process_group is 'gloo'.*process group"),
     ({"process_group": dist.GroupMember.NON_GROUP_MEMBER}, "process_group is .*this rank in it"),
+    ({"process_group": torch.ones(2)}, r"process_group is tensor\(.*process group"),
     ({"steps": None}, "steps is None.*EAGER"),
+    ({"matrix_approximation_rank": torch.tensor(True)}, r"rank is tensor\(True\).*integer"),
+    ({"matrix_approximation_rank": torch.ones(2)}, r"rank is tensor\(.*integer"),
+    ({"random_seed": 10**5000}, "random_seed is too large to print.*64 bits"),
+    ({"min_compression_rate": 10**400}, "min_compression_rate is 1000.*finite number > 0"),
+    ({"min_compression_rate": Decimal("sNaN")}, "min_compression_rate is .*sNaN.*> 0"),
+    ({"min_compression_rate": torch.ones(3)}, "min_compression_rate is tensor.*> 0"),
+    ({"use_error_feedback": torch.ones(2)}, "use_error_feedback is tensor.*True or False"),
 ]
 
 
