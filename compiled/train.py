@@ -124,7 +124,7 @@ def train(
     steps: int = 20,
     *,
     is_bucketing: bool = False,
-    bad_step: int = -1,
+    bad_step: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> Run:
     """Train on this rank of the default group.
@@ -181,7 +181,7 @@ def _spawned(rank: int, directory: str, mode: Mode, steps: int, is_bucketing: bo
     dist.init_process_group("gloo", init_method=f"file://{directory}/s", rank=rank, world_size=2)
     run = train(rank, mode, steps, is_bucketing=is_bucketing)
     if rank == 0:
-        torch.save(run, f"{directory}/{mode.value}.pt")
+        torch.save(run, f"{directory}/run.pt")
     dist.destroy_process_group()
 
 
@@ -193,15 +193,13 @@ def main(
     table = Table(title=f"{steps} steps, the first {START} without compression")
     for name in ("mode", "first loss", "last loss", "graphs", "all-reduces per step"):
         table.add_column(name, justify="left" if name == "mode" else "right")
-    with tempfile.TemporaryDirectory() as directory:
-        for mode in Mode:
-            with tempfile.TemporaryDirectory(dir=directory) as store:
-                spawn(  # type: ignore[no-untyped-call]
-                    _spawned, (store, mode, steps, bucket), 2
-                )
-                run: Run = torch.load(f"{store}/{mode.value}.pt", weights_only=False)
-            numbers = (f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", run.graphs, run.collectives)
-            table.add_row(mode.value, *map(str, numbers))
+    for mode in Mode:
+        with tempfile.TemporaryDirectory() as store:
+            arguments = (store, mode, steps, bucket)
+            spawn(_spawned, arguments, 2)  # type: ignore[no-untyped-call]
+            run: Run = torch.load(f"{store}/run.pt", weights_only=False)
+        numbers = (f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}", run.graphs, run.collectives)
+        table.add_row(mode.value, *map(str, numbers))
     Console().print(table)
 
 

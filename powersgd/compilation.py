@@ -12,7 +12,7 @@ from powersgd.phases import EAGER, Steps
 
 # Where one compiled pass pays on CPU: the call is dear, and unrolled sums of a large rank are slow.
 _LEAST_NUMEL = 1 << 18
-_LARGEST_RANK = 8
+_LARGEST_RANK = 8  # above, `fused.decompress_` is two products: no pass is saved
 
 
 class _PerShape:

@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -60,6 +61,23 @@ def memory_order(spec: ParameterSpec) -> list[int]:
     if not _is_dense(spec):
         return list(dimensions)
     return sorted(dimensions, key=lambda d: (-spec.stride[d], d))
+
+
+def unflatten(flat: Tensor, parameter: Tensor) -> Tensor:
+    """View real elements in the order of a parameter's memory as a tensor like the parameter.
+
+    Args:
+        flat: Shape ``(numel,)``, where ``numel`` is that of the parameter's `ParameterSpec`.
+        parameter: A parameter of any shape and strides.
+
+    Returns:
+        Shape, memory order and kind (real or complex) of ``parameter``; a view of ``flat``.
+    """
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    order = memory_order(ParameterSpec.of(parameter))
+    inverse = sorted(range(parameter.dim()), key=order.__getitem__)
+    return flat.view([parameter.size(d) for d in order]).permute(inverse)
 
 
 def _is_dense(spec: ParameterSpec) -> bool:

@@ -9,13 +9,13 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from powersgd.arguments import group, integer
-from powersgd.layout import ParameterSpec, memory_order
+from powersgd.layout import unflatten
 from powersgd.memory import BucketState, carry_over, residual_slice
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
@@ -26,14 +26,6 @@ logger = logging.getLogger(__name__)
 
 _handles = itertools.count()
 STATES: weakref.WeakValueDictionary[int, "PowerSGDState"] = weakref.WeakValueDictionary()
-
-
-class Bucket(Protocol):
-    """The part of ``torch.distributed.GradBucket`` that the state reads."""
-
-    def is_last(self) -> bool:
-        """Tell whether this is the step's last bucket."""
-        ...
 
 
 class PowerSGDState:
@@ -102,7 +94,7 @@ class PowerSGDState:
         self.random_seed = random_seed
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.iter = 0
-        for name, value in self.settings()._asdict().items():  # checked, and plain numbers
+        for name, value in self.settings()._asdict().items():  # checked, plain numbers
             setattr(self, name, value)
         self.compression_stats_logging_frequency = max(
             1, integer("compression_stats_logging_frequency", compression_stats_logging_frequency)
@@ -140,14 +132,7 @@ class PowerSGDState:
         return self._steps
 
     def settings(self) -> Settings:
-        """Read the settings as they are set now.
-
-        Returns:
-            The settings; the next step's if all ranks agree.
-
-        Raises:
-            ValueError: If one was set to what is not allowed.
-        """
+        """Read and check the settings as they are set now; see `Settings.of`."""
         return Settings.of(self)
 
     @property
@@ -180,11 +165,11 @@ class PowerSGDState:
         """Tell whether gradients are still averaged without compression."""
         return self.current.iter < self.current.start_powerSGD_iter
 
-    def maybe_increase_iter(self, bucket: Bucket) -> None:
+    def maybe_increase_iter(self, bucket: Any) -> None:
         """Count a step when its last bucket is done, and log when compression starts.
 
         Args:
-            bucket: The bucket that is done.
+            bucket: The ``torch.distributed.GradBucket`` that is done.
         """
         if bucket.is_last():
             self.count_iteration()
@@ -243,13 +228,7 @@ class PowerSGDState:
         """
         bucket = self._buckets.get(parameter)
         flat = None if bucket is None else residual_slice(bucket, parameter)
-        if flat is None:
-            return None
-        if parameter.is_complex():
-            flat = torch.view_as_complex(flat.view(-1, 2))
-        order = memory_order(ParameterSpec.of(parameter))
-        inverse = sorted(range(parameter.dim()), key=order.__getitem__)
-        return flat.view([parameter.size(d) for d in order]).permute(inverse).clone()
+        return None if flat is None else unflatten(flat, parameter).clone()
 
     def find_bucket(self, parameters: Sequence[Tensor], key: tuple[Any, ...]) -> BucketState | None:
         """Look up the bucket of exactly these parameters under exactly this key."""

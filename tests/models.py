@@ -254,6 +254,11 @@ def ranks_of(outcomes: dict[str, Outcome], case: Case) -> Any:
     return outcome
 
 
+def for_each(cases: Sequence[Case]) -> Any:
+    """Parametrize a test over cases, named after them."""
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
 def _train(case: Case, group: dist.ProcessGroup | None) -> Iterator[Step]:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     model = Dictated(case.specs)

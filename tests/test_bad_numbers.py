@@ -29,6 +29,7 @@ from .models import (
     assert_equal_on_ranks,
     assert_exact,
     by_case,
+    for_each,
     is_same,
     mean_input,
     peak,
@@ -271,15 +272,11 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     return request.getfixturevalue("three")
 
 
-def _named(cases: list[Case]) -> Any:
-    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
-
-
 def _is_finite(tensors: Any) -> bool:
     return all(bool(real(t).isfinite().all()) for t in tensors if t is not None)
 
 
-@_named(DEGENERATE + BATCHED)
+@for_each(DEGENERATE + BATCHED)
 def test_hard_gradients_stay_finite_and_are_conserved(outcomes: Any, case: Case) -> None:
     ranks = ranks_of(outcomes, case)
     for steps in ranks:
@@ -290,12 +287,12 @@ def test_hard_gradients_stay_finite_and_are_conserved(outcomes: Any, case: Case)
 
 
 # "zero later" gives back what rounding has left in the residual: conserved, but not zero.
-@_named([case for case in DEGENERATE if case.name != "zero later"])
+@for_each([case for case in DEGENERATE if case.name != "zero later"])
 def test_hard_gradients_are_exact(outcomes: Any, case: Case) -> None:
     assert_exact(case, ranks_of(outcomes, case), range(len(case.schedule)), scale=5)
 
 
-@_named(RETURNING)
+@for_each(RETURNING)
 def test_a_subspace_comes_back(outcomes: Any, case: Case) -> None:
     ranks = ranks_of(outcomes, case)
     last = len(case.schedule) - 1
@@ -331,7 +328,7 @@ def test_a_bad_step_is_seen_by_all_and_forgotten(outcomes: Any, bad: Case, good:
                 assert is_same(step.residuals[name], other.residuals[name]), f"step {i}, {name}"
 
 
-@_named([FIRST_STEP_BAD, WARM_UP_BAD])
+@for_each([FIRST_STEP_BAD, WARM_UP_BAD])
 def test_a_bad_step_before_there_is_a_state(two: Any, case: Case) -> None:
     ranks = ranks_of(two[0], case)
     at = next(i for i, batch in enumerate(case.schedule) if batch.poison)
@@ -340,7 +337,7 @@ def test_a_bad_step_before_there_is_a_state(two: Any, case: Case) -> None:
     assert_equal_on_ranks(case, ranks)
 
 
-@_named(NEAR_OVERFLOW)
+@for_each(NEAR_OVERFLOW)
 def test_an_overflow_inside_is_a_bad_step_or_none(two: Any, case: Case) -> None:
     """Finite gradients whose sums may not be: dropped by all ranks, or averaged and conserved."""
     ranks = ranks_of(two[0], case)
@@ -357,7 +354,7 @@ def test_an_overflow_inside_is_a_bad_step_or_none(two: Any, case: Case) -> None:
         assert peak([got - mean]) <= bound, f"step {i}"
 
 
-@_named(NEAR_OVERFLOW)
+@for_each(NEAR_OVERFLOW)
 def test_a_large_residual_does_not_stop_training(two: Any, case: Case) -> None:
     """A residual that stays, and overflows in every step from now on, would."""
     for steps in ranks_of(two[0], case):
@@ -369,14 +366,14 @@ def _mean(tensors: list[Any]) -> torch.Tensor:
     return torch.stack([real(tensor) for tensor in tensors]).mean(dim=0)
 
 
-@_named(LONG)
+@for_each(LONG)
 def test_nothing_gets_lost_in_400_steps(two: Any, case: Case) -> None:
     ranks = ranks_of(two[0], case)
     assert_equal_on_ranks(case, ranks)
     assert_conserved(case, ranks)
 
 
-@_named(LONG)
+@for_each(LONG)
 def test_residuals_stay_bounded(two: Any, case: Case) -> None:
     for steps in ranks_of(two[0], case):
         for name in case.specs:

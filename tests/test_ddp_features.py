@@ -32,6 +32,7 @@ from .models import (
     assert_exact,
     backward,
     by_case,
+    for_each,
     is_same,
     peak,
     ranks_of,
@@ -203,16 +204,12 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     return by_case(run_ranks(run_cases, request.param, cases, timeout_s=280))
 
 
-def _named(cases: list[Case]) -> Any:
-    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
-
-
-@_named(FEATURES + SUBGROUPS)
+@for_each(FEATURES + SUBGROUPS)
 def test_ranks_hold_the_same_averages_to_the_bit(outcomes: dict[str, Outcome], case: Case) -> None:
     assert_equal_on_ranks(case, ranks_of(outcomes, case))
 
 
-@_named(PER_MATRIX)
+@for_each(PER_MATRIX)
 def test_gradients_of_low_rank_are_exact(outcomes: dict[str, Outcome], case: Case) -> None:
     start = case.options["start_powerSGD_iter"]
     steps = [i for i, batch in enumerate(case.schedule) if batch.kind == "rank2" or i < start]
@@ -220,12 +217,12 @@ def test_gradients_of_low_rank_are_exact(outcomes: dict[str, Outcome], case: Cas
     assert_exact(case, ranks_of(outcomes, case), steps, scale=20)
 
 
-@_named([c for c in FEATURES + SUBGROUPS if c.options.get("use_error_feedback", True)])
+@for_each([c for c in FEATURES + SUBGROUPS if c.options.get("use_error_feedback", True)])
 def test_nothing_gets_lost(outcomes: dict[str, Outcome], case: Case) -> None:
     assert_conserved(case, ranks_of(outcomes, case))
 
 
-@_named([c for c in PER_MATRIX if c.specs is BASE and not c.fp16])
+@for_each([c for c in PER_MATRIX if c.specs is BASE and not c.fp16])
 def test_compression_starts_on_time_and_has_the_rank(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
@@ -250,7 +247,7 @@ def test_batched_hook_sees_the_bucket_as_one_square(outcomes: dict[str, Outcome]
         assert (min(s[2] / s[0] for s in sizes) < 1e-4) == (i >= WARM_UP), f"step {i}"
 
 
-@_named([case for case in FEATURES if "unused on all" in case.name])
+@for_each([case for case in FEATURES if "unused on all" in case.name])
 def test_a_parameter_that_no_rank_uses_keeps_its_residual(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
@@ -264,7 +261,7 @@ def test_a_parameter_that_no_rank_uses_keeps_its_residual(
         assert peak([steps[8].residuals["second"]]) > 0.1  # there was something to keep
 
 
-@_named([case for case in FEATURES if not case.options.get("use_error_feedback", True)])
+@for_each([case for case in FEATURES if not case.options.get("use_error_feedback", True)])
 def test_without_error_feedback_nothing_is_added_later(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
@@ -272,7 +269,7 @@ def test_without_error_feedback_nothing_is_added_later(
         assert peak(step.residuals.values()) == 0
 
 
-@_named(HOOKED)
+@for_each(HOOKED)
 def test_warm_up_equals_ddp_without_a_hook_to_the_bit(
     outcomes: dict[str, Outcome], case: Case
 ) -> None:
@@ -367,7 +364,7 @@ def observations() -> dict[str, dict[str, Any]]:
     return run_ranks(_observe, 2, OBSERVED)[0]
 
 
-@_named(OBSERVED)
+@for_each(OBSERVED)
 def test_at_most_two_collectives_per_bucket_and_step(observations: Any, case: Case) -> None:
     steps = observations[case.name]["steps"]
     for i, (buckets, collectives, _) in enumerate(steps[2:], start=2):  # DDP's own before
@@ -398,7 +395,7 @@ def test_statistics_count_elements_over_all_compressed_steps(
         assert stats == pytest.approx(expected), f"step {i}"
 
 
-@_named([case for case in OBSERVED if "kinds" not in case.name])
+@for_each([case for case in OBSERVED if "kinds" not in case.name])
 def test_statistics_are_logged_at_their_frequency(observations: Any, case: Case) -> None:
     lines = [m for m in observations[case.name]["messages"] if "Compression stats" in m]
     steps = [int(line.split("iter ")[1].split(",")[0]) for line in lines]
@@ -410,7 +407,7 @@ def test_statistics_are_logged_at_their_frequency(observations: Any, case: Case)
         assert f"rate {rate}" in line
 
 
-@_named(OBSERVED)
+@for_each(OBSERVED)
 def test_log_lines_and_warnings_come_once(observations: Any, case: Case) -> None:
     observed = observations[case.name]
     for texts in (observed["messages"], observed["warnings"]):

@@ -1,0 +1,66 @@
+"""The commands of a checkout do what their help says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import powersgd
+from compiled import export, train
+from profiling import benchmark
+
+
+def _run(main: Callable[..., Any], *arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, while it exports
+def test_export_writes_checked_files_that_load(tmp_path: Path) -> None:
+    out = str(tmp_path / "files")
+    result = _run(export.main, "64x48,7", "--rank", "2", "--out", out, "--format", "export")
+    assert result.exit_code == 0, result.output
+    (path,) = Path(out).iterdir()
+    assert path.name == "powersgd-rank2-float32-export.pt2"
+    assert "1 shapes of 2 parameters checked" in " ".join(result.output.split())
+    assert isinstance(powersgd.load_steps(path), powersgd.Steps)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["64y48"], "is no file, no list of shapes"),
+        (["64x48", "--dtype", "int8"], "no dtype 'int8'"),
+        (["2x2"], "no matrix that is compressed at rank 1"),
+        (["no_such_module:function"], "No module named"),
+    ],
+)
+def test_export_refuses_what_it_cannot_use(arguments: list[str], message: str) -> None:
+    result = _run(export.main, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_benchmark_measures_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "WORKLOADS", {"tiny": lambda: [(64, 48), (64,)]})
+    save = str(tmp_path / "rows.json")
+    options = ["--workload", "tiny", "--rank", "1", "--threads", "1", "--repeats", "3"]
+    result = _run(benchmark.main, *options, "--json", save)
+    assert result.exit_code == 0, result.output
+    saved = json.loads(Path(save).read_text())
+    assert saved["machine"]["torch"] == torch.__version__
+    (row,) = saved["rows"]
+    assert all(row[name]["median"] > 0 for name in ("torch", "ours", "compiled", "floor"))
+    assert _run(benchmark.main, "--workload", "none").exit_code == 2
+
+
+def test_training_prints_a_line_for_each_mode() -> None:
+    result = _run(train.main, "--steps", "5")
+    assert result.exit_code == 0, result.output
+    assert all(mode.value in result.output for mode in train.Mode)
