@@ -1,6 +1,6 @@
 """The one list of cases: each step with example inputs. Every compiled form is proved on it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from powersgd import Steps, fused, orthogonalization, steps
 
-SHAPES = ((1, 8, 6, 1), (3, 8, 6, 2), (3, 5, 9, 4))  # batch, n, m, rank
+SHAPES = ((1, 8, 6, 1), (3, 8, 6, 2), (3, 5, 9, 4), (2, 20, 30, 12))  # batch, n, m, rank
+OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,44 @@ class Target:
 
     def run(self, form: Callable[..., Any]) -> list[Tensor]:
         """Call one form of the step and collect all that it returns and writes."""
-        inputs = self.fresh_inputs()
+        return self.call(form, self.fresh_inputs())
+
+    def call(self, form: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Tensor]:
+        """Call one form of the step on given inputs, which it may overwrite; see `run`."""
         result = form(*inputs)
         returned = [] if result is None else [result] if isinstance(result, Tensor) else result
         return [*returned, *(inputs[i] for i in self.out)]
 
 
-def targets(dtype: torch.dtype = torch.float32) -> Iterator[Target]:
-    """Yield all cases in one dtype."""
+def every_target() -> Iterator[Target]:
+    """Yield all cases: every shape and rank in float32, the first two in the other dtypes."""
+    yield from targets()
+    for dtype in OTHER_DTYPES:
+        yield from targets(dtype, SHAPES[:2])
+
+
+def targets(
+    dtype: torch.dtype = torch.float32,
+    shapes: Sequence[tuple[int, int, int, int]] = SHAPES,
+) -> Iterator[Target]:
+    """Yield every step once for each shape.
+
+    Args:
+        dtype: Of all inputs.
+        shapes: Of batch, rows, columns and rank.
+
+    Yields:
+        The cases.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    for b, n, m, r in SHAPES:
+    for b, n, m, r in shapes:
         matrix, p, q = draw(b, n, m), draw(b, r, n), draw(b, r, m)
         old, own = draw(b, n, m), draw(b, r, m)
-        case = f"{b}x{n}x{m}-rank{r}"
+        case = f"{b}x{n}x{m}-rank{r}-{str(dtype).removeprefix('torch.')}"
         yield Target(f"compute_p-{case}", steps.compute_p, (matrix, q))
         yield Target(f"orthogonalize-{case}", orthogonalization.orthogonalize, (p,))
         yield Target(
@@ -86,7 +108,9 @@ def run_phases(
     Returns:
         P, Q, the averaged gradient and, with error feedback, the new residual.
     """
-    matrix = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype)
+    matrix = torch.empty_strided(
+        gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
+    )
     matrix.copy_(gradient)
     left = _clone(residual)
     factors = [phases.compress_(matrix, left, q), phases.project(matrix, p)]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -50,6 +51,45 @@ class Arrival:
     def kind(self) -> str:
         """What DDP keeps apart when it fills its buckets: the dtype, or sparse gradients."""
         return "sparse" if self.buffer.is_sparse else str(self.parameters[0].dtype)
+
+
+class Flag:
+    """Whether any rank had changed settings in a step; read at the start of the next one."""
+
+    def __init__(self, flag: Tensor, work: dist.Work | None = None) -> None:
+        """Take a flag on its way to all ranks.
+
+        Args:
+            flag: One element, this rank's 0 or 1; once ``work`` is done, their mean.
+            work: The all-reduce; None if it is done.
+        """
+        self._flag, self._work = flag, work
+        self._event: Any = None
+        if flag.is_cuda:
+            self._copy_to_host()
+
+    def is_set(self) -> bool:
+        """Wait for the flag; all ranks get the same answer."""
+        if self._event is not None:
+            self._event.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+        return bool(self._flag != 0)
+
+    def _copy_to_host(self) -> None:
+        # In time for the next step, so that the host need not wait for what is queued by then; on
+        # a stream of its own, so that backward need not wait for the all-reduce.
+        stream: Any = torch.cuda.Stream(self._flag.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._flag.device))
+        with torch.cuda.stream(stream):
+            if self._work is not None:
+                self._work.wait()
+            on_device, self._flag = self._flag, torch.empty(1, pin_memory=True)
+            self._flag.copy_(on_device, non_blocking=True)
+            on_device.record_stream(stream)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(stream)
 
 
 def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -107,7 +147,8 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
         ValueError: On all ranks, if the parameters are another model's, a setting is not allowed,
             or ranks differ in settings or plan.
     """
-    is_settling = state.agreed is None or (arrival.is_first and _was_changed(state))
+    was_changed = arrival.is_first and state.change is not None and state.change.is_set()
+    is_settling = state.agreed is None or was_changed
     settings = state.agreed
     if settings is not None and not is_settling and state.positions.knows(arrival.parameters):
         bucket = state.find_bucket(arrival.parameters, _key(arrival, settings))
@@ -150,16 +191,6 @@ class _Terms:
             "whether the bucket is the last": arrival.is_last,
             "whether the steps are powersgd.EAGER": state.steps is EAGER,
         }
-
-
-def _was_changed(state: PowerSGDState) -> bool:
-    # Of the last step; the sum over ranks, so all of them see the same.
-    if state.change is None:
-        return False
-    flag, work = state.change
-    if work is not None:
-        work.wait()
-    return bool(flag != 0)
 
 
 def _key(arrival: Arrival, settings: Settings) -> tuple[Any, ...]:

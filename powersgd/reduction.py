@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from powersgd.arrival import Arrival, find_group, meet
+from powersgd.arrival import Arrival, Flag, find_group, meet
 from powersgd.compression import Compression, compress, decompress_if_, project
 from powersgd.state import PowerSGDState
 
@@ -75,7 +75,7 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
 def _start_flag(state: PowerSGDState, device: torch.device, group: dist.ProcessGroup) -> None:
     # In plain averaging there is no message of ours that could take it along.
     flag = torch.full((1,), float(state.has_changed()), device=device)
-    state.change = (flag, _all_reduce(flag, group))
+    state.change = Flag(flag, _all_reduce(flag, group))
 
 
 def _all_reduce(message: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
@@ -134,7 +134,7 @@ def _finish_compressed(
 ) -> None:
     group = find_group(state.agreed_group)
     finite = _is_finite(step)
-    state.change = (compressed[-1][0].message[-1].clone(), None)
+    state.change = Flag(compressed[-1][0].message[-1:].clone())
     for in_flight, compression in compressed:
         in_flight.message = project(state, compression, in_flight.message, group.size())
         in_flight.work = _all_reduce(in_flight.message, group)

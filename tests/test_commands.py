@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 import powersgd
-from compiled import export, train
+from compiled import cost, export, train
 from profiling import benchmark
 
 
@@ -58,6 +58,13 @@ def test_benchmark_measures_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
     (row,) = saved["rows"]
     assert all(row[name]["median"] > 0 for name in ("torch", "ours", "compiled", "floor"))
     assert _run(benchmark.main, "--workload", "none").exit_code == 2
+
+
+def test_cost_of_compiling_is_paid_once(tmp_path: Path) -> None:
+    """The second measurement reads the first one's cache, so it is not of a fresh process."""
+    costs = [cost.measure(str(tmp_path), 2, 1) for _ in range(2)]
+    assert [c.kernels for c in costs] == [2, 2]
+    assert [c.hits for c in costs] == [0, 2]
 
 
 def test_training_prints_a_line_for_each_mode() -> None:
