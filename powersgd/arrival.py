@@ -121,9 +121,13 @@ def require_same_group(state: PowerSGDState, theirs: dist.ProcessGroup) -> None:
         theirs: The group over which the front end averages.
 
     Raises:
-        ValueError: If the ranks differ: the replicas would drift apart without a word.
+        ValueError: If the ranks differ: the replicas would drift apart without a word. Or if there
+            is no such group any more.
     """
-    mine = dist.get_process_group_ranks(find_group(state.process_group))
+    try:
+        mine = dist.get_process_group_ranks(find_group(state.process_group))
+    except KeyError:
+        raise ValueError("the state's process group has been destroyed") from None
     ranks = dist.get_process_group_ranks(theirs)
     if mine != ranks:
         raise ValueError(
@@ -183,6 +187,7 @@ class _Terms:
             self.plan = _make_plan(specs, arrival, self.settings)
         return {
             **self.settings._asdict(),
+            "the process group": find_group(state.process_group).group_name,
             "the hook": "batched_powerSGD_hook" if arrival.is_square else "powerSGD_hook",
             "the bucket's parameter shapes": [list(spec.shape) for spec in specs],
             "the bucket's parameter strides": [list(spec.stride) for spec in specs],

@@ -33,7 +33,7 @@ class Compression:
     used: Tensor | None = None  # per parameter that shares a matrix: 1 if this rank used it
     used_by_any: Tensor | None = None  # the same for all ranks
     unused: list[tuple[int, slice]] = field(default_factory=list)  # which may be 0 in `used`
-    paid: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of `owed`; 1 if it was added
+    paid: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)  # of `owed`: see `_pay_`
 
 
 def compress(
@@ -104,11 +104,23 @@ def _find_unused_(compression: Compression, may_be_unused: bool) -> None:
 def _pay_(compression: Compression, may_be_unused: bool) -> None:
     # What is left of residuals of parameters that are compressed no longer.
     for i, left in compression.bucket.owed.items():
-        start = sum(ParameterSpec.of(p).numel for p in compression.bucket.parameters[:i])
-        gradient = compression.flat[start : start + left.numel()]
+        numels = [ParameterSpec.of(p).numel for p in compression.bucket.parameters[: i + 1]]
+        gradient = compression.flat[sum(numels[:-1]) : sum(numels)]
         paid = _is_used(gradient) if may_be_unused else gradient.new_ones(())
-        gradient.add_(left * paid)
-        compression.paid.append((left, paid))
+        if left is not None:
+            gradient.add_(left * paid)
+        compression.paid.append((i, gradient, paid))
+
+
+def _settle_(finite: Tensor, compression: Compression) -> None:
+    owed = compression.bucket.owed
+    for i, gradient, paid in compression.paid:
+        # The average holds what is still owed, if the step was bad: nobody must apply it.
+        gradient.masked_fill_(~finite, math.nan)
+        left = owed[i]
+        if left is not None:
+            left.mul_(~(finite & (paid != 0)))
+            owed[i] = None if left.is_cpu and not left.any() else left
 
 
 def _without_unused(compression: Compression) -> Tensor | None:
@@ -235,10 +247,7 @@ def decompress_if_(
             _decompress_masked_(finite, state.steps, matrix, residual, *factors)
         unbatch_(flat, shape, matrix)
     _restore_unused_(finite, compression, held)
-    for left, paid in compression.paid:
-        left.mul_(~(finite & (paid != 0)))
-    if finite.is_cpu:
-        bucket.owed = {i: left for i, left in bucket.owed.items() if left.any()}
+    _settle_(finite, compression)
     if flat is not buffer:
         buffer.copy_(flat[: buffer.numel()])
     if bucket.q is not None and bucket.plan.groups:

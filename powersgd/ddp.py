@@ -10,10 +10,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
-from powersgd.arrival import Arrival, find_group
-from powersgd.owner import find_ddp
+from powersgd.arrival import Arrival, find_group, require_same_group
+from powersgd.owner import find_new_ddp
 from powersgd.reduction import finish_step, reduce_bucket
 from powersgd.state import PowerSGDState
 
@@ -101,13 +102,10 @@ def _run(
     parameters = bucket.parameters()
     if not isinstance(state, PowerSGDState):
         _refuse(state, bucket)
-    is_new = not state.positions.knows(parameters)
-    ddp = state.ddp()
-    if is_new and (ddp is None or all(p is not parameters[0] for p in ddp.parameters())):
-        ddp = find_ddp(state, parameters[0])
+    ddp, is_new = _find_owner(state, bucket)
     # In the first step of a static graph, when the whole backward is over, DDP gives every bucket
     # the number 0 and does not say which is the last: each ends a step of its own.
-    is_alone = is_new and ddp is not None and ddp.static_graph
+    is_alone = ddp is not None and ddp.static_graph and not state.positions.knows(parameters)
     is_first = state.last_index == math.inf if is_alone else bucket.index() <= state.last_index
     if is_first and ddp is not None and ddp.skip_all_reduce_unused_params:
         _end_with_backward(state)
@@ -121,8 +119,10 @@ def _run(
         may_be_unused=ddp is None or ddp.find_unused_parameters or ddp.static_graph,
     )
     future = reduce_bucket(state, arrival)
-    if is_new and ddp is not None:
-        state.ddp = weakref.ref(ddp)
+    if is_new:
+        state.address = _address(bucket)
+        state.ddp = None if ddp is None else weakref.ref(ddp)
+        state.former |= set() if ddp is None else {ddp}
     state.last_index = bucket.index()
     if bucket.is_last():
         _close(state)
@@ -130,11 +130,40 @@ def _run(
     return future
 
 
+def _find_owner(
+    state: PowerSGDState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> tuple[DistributedDataParallel | None, bool]:
+    # And whether it is due to be remembered. The search through all objects is dear: only if the
+    # model is gone, or a step begins in other memory: DDP has new buckets, or it is a new DDP.
+    known = None if state.ddp is None else state.ddp()
+    is_gone = state.ddp is not None and known is None
+    is_joined = known is not None and not _is_in_backward()
+    is_later = bucket.index() > state.last_index
+    if is_later or is_joined or (_address(bucket) == state.address and not is_gone):
+        return known, False
+    new = find_new_ddp(state, bucket.parameters()[0], state.former)
+    if new is not None and state.positions.knows(bucket.parameters()):
+        require_same_group(state, new.process_group)
+        state.agreed_group = state.process_group
+    return known if new is None else new, True
+
+
+def _address(bucket: dist.GradBucket) -> int:  # type: ignore[name-defined]
+    # A hook wrapped around ours may hand over another buffer in each step.
+    buffer = bucket.buffer()
+    return buffer.data_ptr() if buffer.dtype == bucket.parameters()[0].dtype else 0
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 def _refuse(state: object, bucket: dist.GradBucket) -> NoReturn:  # type: ignore[name-defined]
     def complain() -> dict[str, str]:
         raise TypeError(f"the hook's state must be a powersgd.PowerSGDState, got {type(state)!r}")
 
-    ddp = find_ddp(state, bucket.parameters()[0])
+    ddp = find_new_ddp(state, bucket.parameters()[0], ())
     group = find_group(None if ddp is None else ddp.process_group)
     require_agreement(complain, group, bucket.buffer().device)
     raise AssertionError  # require_agreement has raised
@@ -154,4 +183,5 @@ def _end_with_backward(state: PowerSGDState) -> None:
             _close(state)
             state.count_iteration()
 
-    Variable._execution_engine.queue_callback(end)
+    if _is_in_backward():  # a rank that has joined hands in all buckets
+        Variable._execution_engine.queue_callback(end)

@@ -23,7 +23,8 @@ class BucketState:
         q: Shape ``(plan.q_numel,)``: the next step's Q, no row zero, equal on all ranks.
         spare: Shape of ``q``: where a new row comes from when one has died.
         owed: By index of a parameter that is no longer compressed, flat, what is left of its
-            residual; the next plain average takes it up.
+            residual; the next plain average takes it up. None once nothing is left: the entry is
+            the same on all ranks, which mark the parameter's gradient in a bad step.
     """
 
     key: tuple[Any, ...]
@@ -32,7 +33,7 @@ class BucketState:
     residual: Tensor | None = None
     q: Tensor | None = None
     spare: Tensor | None = None
-    owed: dict[int, Tensor] = field(default_factory=dict)
+    owed: dict[int, Tensor | None] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
         """Tell whether nothing has to be carried over."""
@@ -62,9 +63,10 @@ def _q_slice(bucket: BucketState, flat: Tensor | None, parameter: Tensor) -> Ten
 
 def carry_over(parameter: Tensor, old: BucketState, new: BucketState) -> None:
     """Copy what a parameter has in its old bucket into its new one, Q only if the shapes agree."""
-    residual = residual_slice(old, parameter)
-    if residual is not None and residual_slice(new, parameter) is None:
-        new.owed[_index(new, parameter)] = residual.clone()
+    residual, index = residual_slice(old, parameter), _index(new, parameter)
+    was_owed = residual is not None or _index(old, parameter) in old.owed
+    if was_owed and new.plan.residual_slices[index] is None:
+        new.owed[index] = None if residual is None else residual.clone()
     pairs = [
         (residual, residual_slice(new, parameter)),
         (_q_slice(old, old.q, parameter), _q_slice(new, new.q, parameter)),

@@ -1,6 +1,7 @@
 """Which DDP model a hook is called for: DDP does not tell its hooks."""
 
 import gc
+from collections.abc import Collection
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,20 +19,23 @@ def find_ddps(state: object) -> list[DistributedDataParallel]:
     return [ddp for ddp in _all() if any(hooked is state for _, hooked in ddp._comm_hooks)]
 
 
-def find_ddp(state: object, parameter: Tensor) -> DistributedDataParallel | None:
+def find_new_ddp(
+    state: object, parameter: Tensor, former: Collection[DistributedDataParallel]
+) -> DistributedDataParallel | None:
     """Look through Python's objects for the DDP model of a parameter.
 
     Args:
         state: The state that the hook was registered with.
         parameter: A parameter of the model.
+        former: DDP models that it is not.
 
     Returns:
-        The DDP model; of several around the same module, the one that the state is registered with,
-        if there is one. None if DDP's own object is gone.
+        The DDP model; of several around the same module, only one with which the state is
+        registered, if there is any. None if there is none, or DDP's own object is gone.
     """
     found = [ddp for ddp in _all() if any(p is parameter for p in ddp.parameters())]
-    found.sort(key=lambda ddp: all(hooked is not state for _, hooked in ddp._comm_hooks))
-    return found[0] if found else None
+    registered = [ddp for ddp in found if any(hooked is state for _, hooked in ddp._comm_hooks)]
+    return next((ddp for ddp in registered or found if ddp not in former), None)
 
 
 def _all() -> list[DistributedDataParallel]:

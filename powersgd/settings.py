@@ -1,8 +1,41 @@
-"""What all ranks must agree on."""
+"""What all ranks must agree on, and what each setting may be."""
 
 from typing import Any, NamedTuple
 
-from powersgd.arguments import flag, integer, number
+from powersgd.arguments import flag, group, integer, number
+
+_CHECKS: dict[str, tuple[Any, ...]] = {
+    "process_group": (group,),
+    "matrix_approximation_rank": (integer, 1),
+    "start_powerSGD_iter": (integer, 0),
+    "min_compression_rate": (number, "> 0"),
+    "use_error_feedback": (flag,),
+    "warm_start": (flag,),
+    "orthogonalization_epsilon": (number, ">= 0"),
+    "random_seed": (integer,),
+    "compression_stats_logging_frequency": (integer,),
+    "batch_tensors_with_same_shape": (flag,),
+    "iter": (integer, 0),
+}
+
+
+def check(name: str, value: Any) -> Any:
+    """Check an attribute of `powersgd.PowerSGDState` that users set.
+
+    Args:
+        name: The attribute's name.
+        value: What the user gave.
+
+    Returns:
+        The value as a plain number; any value if the name is none that users set.
+
+    Raises:
+        ValueError: If the value is out of its range; names it and what is allowed.
+    """
+    if name not in _CHECKS:
+        return value
+    function, *limits = _CHECKS[name]
+    return function(name, value, *limits)
 
 
 class Settings(NamedTuple):
@@ -19,26 +52,6 @@ class Settings(NamedTuple):
     iter: int
 
     @classmethod
-    def of(cls, source: Any) -> "Settings":
-        """Read and check them.
-
-        Args:
-            source: What has attributes of these names.
-
-        Returns:
-            The settings.
-
-        Raises:
-            ValueError: If a value is out of its range; names the value and what is allowed.
-        """
-        return cls(
-            integer("matrix_approximation_rank", source.matrix_approximation_rank, 1),
-            integer("start_powerSGD_iter", source.start_powerSGD_iter, 0),
-            number("min_compression_rate", source.min_compression_rate, "> 0"),
-            flag("use_error_feedback", source.use_error_feedback),
-            flag("warm_start", source.warm_start),
-            number("orthogonalization_epsilon", source.orthogonalization_epsilon, ">= 0"),
-            integer("random_seed", source.random_seed),
-            flag("batch_tensors_with_same_shape", source.batch_tensors_with_same_shape),
-            integer("iter", source.iter, 0),
-        )
+    def of(cls, state: Any) -> "Settings":
+        """Read them off a state."""
+        return cls(*(getattr(state, name) for name in cls._fields))

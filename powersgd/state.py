@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd.arguments import group, integer
 from powersgd.layout import unflatten
 from powersgd.memory import BucketState, carry_over, residual_slice
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
 from powersgd.positions import Positions
-from powersgd.settings import Settings
+from powersgd.settings import Settings, check
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class PowerSGDState:
     ) -> None:
         if not isinstance(steps, Steps):
             raise ValueError(f"steps is {steps!r}, but must be a powersgd.Steps such as EAGER")
-        self.process_group = group("process_group", process_group)
+        self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
@@ -93,12 +92,8 @@ class PowerSGDState:
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = random_seed
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.compression_stats_logging_frequency = compression_stats_logging_frequency
         self.iter = 0
-        for name, value in self.settings()._asdict().items():  # checked, plain numbers
-            setattr(self, name, value)
-        self.compression_stats_logging_frequency = max(
-            1, integer("compression_stats_logging_frequency", compression_stats_logging_frequency)
-        )
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
                 f"start_powerSGD_iter is {self.start_powerSGD_iter}, but must be >= 2 with "
@@ -115,8 +110,10 @@ class PowerSGDState:
         # The running step; the reduction's.
         self.in_flight: list[Any] = []
         self.change: Any = None
-        # The front end's: which DDP model it is, and where its step stands.
-        self.ddp: Callable[[], Any] = lambda: None
+        # The front end's: which DDP model it is, which ones it was, and where its step stands.
+        self.ddp: Callable[[], Any] | None = None
+        self.former: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.address = -1
         self.last_index: float = math.inf
         # What graphs need, if the compiler traces the hook, and by which they find the state.
         self.traced: Any = None
@@ -126,13 +123,17 @@ class PowerSGDState:
         self._buckets: dict[Tensor, BucketState] = {}
         logger.info("PowerSGD config: %s", self.settings()._asdict())
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a ValueError if it is a setting and the value is not allowed."""
+        super().__setattr__(name, check(name, value))
+
     @property
     def steps(self) -> Steps:
         """The implementation of the steps, for good."""
         return self._steps
 
     def settings(self) -> Settings:
-        """Read and check the settings as they are set now; see `Settings.of`."""
+        """Read the settings as they are set now."""
         return Settings.of(self)
 
     @property
@@ -142,11 +143,7 @@ class PowerSGDState:
 
     def has_changed(self) -> bool:
         """Tell whether what ranks must agree on was set since they agreed."""
-        try:
-            is_same = self.settings() == self.agreed
-        except ValueError:  # for the next agreement to report
-            is_same = False
-        return not is_same or self.process_group is not self.agreed_group
+        return self.settings() != self.agreed or self.process_group is not self.agreed_group
 
     def adopt(self, settings: Settings) -> None:
         """Take over what ranks have agreed on; memory that it switches off is dropped.
@@ -179,8 +176,8 @@ class PowerSGDState:
         self.iter += 1
         if self.agreed is not None:
             self.agreed = self.agreed._replace(iter=self.agreed.iter + 1)
-        if self.iter == self.start_powerSGD_iter:
-            logger.info("Start to apply PowerSGD after %s iterations.", self.iter)
+        if self.current.iter == self.current.start_powerSGD_iter:
+            logger.info("Start to apply PowerSGD after %s iterations.", self.current.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return the compression so far, over all compressed steps.
@@ -203,18 +200,19 @@ class PowerSGDState:
         """
         self.total_numel_before_compression += numel
         self.total_numel_after_compression += sum(plan.sent_numel for plan in plans)
-        if self.iter < self.next_stats_report:
+        iteration = self.current.iter
+        if iteration < self.next_stats_report:
             return
         rate, before, after = self.compression_stats()
         logger.info(
             "Compression stats: iter %s, total before compression %s, total after compression %s, "
             "rate %s",
-            self.iter,
+            iteration,
             before,
             after,
             rate,
         )
-        self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+        self.next_stats_report = iteration + max(1, self.compression_stats_logging_frequency)
 
     def residual(self, parameter: Tensor) -> Tensor | None:
         """Return a copy of what this rank still owes to a parameter's gradient.

@@ -1,5 +1,6 @@
 """Settings that change in mid-run, and what one rank alone finds wrong: all ranks act alike."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -34,9 +35,11 @@ class _Loop:
         self.generator = torch.Generator().manual_seed(100 * seed + rank)
         self.index = {id(p): i for i, p in enumerate(self.model)}
 
-    def step(self) -> list[tuple[Tensor, Tensor]]:
-        """By parameter, this rank's gradient and the average."""
+    def step(self, *, is_bad: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """By parameter, this rank's gradient and the average; the last parameter's may be bad."""
         gradients = [torch.randn(shape, generator=self.generator) for shape in SHAPES]
+        if is_bad:
+            gradients[-1][0, 0] = torch.inf
         for bucket in self.buckets:
             for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
                 view.copy_(gradients[self.index[id(parameter)]])
@@ -129,8 +132,8 @@ def _change_on_all(rank: int, name: str, value: Any) -> tuple[list[Any], list[An
     ("name", "value", "rank"),
     [
         ("matrix_approximation_rank", 4, 4),
-        ("matrix_approximation_rank", 30, 20),  # nothing is worth compressing
-        ("min_compression_rate", 7.0, 20),  # likewise
+        ("matrix_approximation_rank", 30, 20),
+        ("min_compression_rate", 7.0, 20),  # nothing is worth compressing
         ("batch_tensors_with_same_shape", True, 2),
         ("orthogonalization_epsilon", 1e-9, 2),
         ("start_powerSGD_iter", 100, 20),
@@ -159,20 +162,22 @@ def test_memory_can_be_switched_off_and_on_again(name: str) -> None:
 def _alone(rank: int) -> dict[str, Any]:
     """Each case is wrong on rank 1 only."""
     errors: dict[str, Any] = {}
-    loop = _Loop(rank)
-    loop.step()
-    loop.state.matrix_approximation_rank = -1 if rank == 1 else 2
-    loop.step()
-    errors["a value"] = _error(loop.step)
     own, other = _Loop(rank), _Loop(rank)
     own.step()
     if rank == 1:
         other.state = own.state
     errors["a state used twice"] = _error(other.step)
-    pair = dist.new_group([0, 1])
+    pair, gone = dist.new_group([0, 1]), dist.new_group([1])
+    if rank == 1:
+        dist.destroy_process_group(gone)
     loop = _Loop(rank)
     loop.state.process_group = [None, pair, None][rank]
     errors["a group"] = _error(loop.step)
+    loop = _Loop(rank)
+    loop.step()
+    loop.state.process_group = [None, gone, None][rank]
+    loop.step()
+    errors["a group that is gone"] = _error(loop.step)
     loop = _Loop(rank)
     if rank == 1:
         loop.state = theirs.PowerSGDState(None)
@@ -183,9 +188,9 @@ def _alone(rank: int) -> dict[str, Any]:
 def test_what_one_rank_finds_wrong_all_ranks_raise() -> None:
     ranks = run_ranks(_alone, 3, timeout_s=60)
     expected = {
-        "a value": "matrix_approximation_rank is -1, but must be an integer >= 1",
         "a state used twice": "one PowerSGDState serves one model: it serves one of",
         "a group": "the state's process group has the ranks [0, 1], but DDP averages over the",
+        "a group that is gone": "the state's process group has been destroyed",
         "torch's state": "the hook's state must be a powersgd.PowerSGDState, got",
     }
     for case, sentence in expected.items():
@@ -194,3 +199,130 @@ def test_what_one_rank_finds_wrong_all_ranks_raise() -> None:
         for rank in (0, 2):
             told = f"ValueError: rank 1 of the group stopped: {sentence}"
             assert ranks[rank][case].startswith(told)
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(30, 20), nn.Linear(30, 20)
+
+    def forward(self, batch: Tensor, *, both: bool = True) -> Tensor:
+        result = self.second(batch).square().mean()
+        return result + self.first(batch).square().mean() if both else result
+
+
+def _rebuild(rank: int, is_alive: bool) -> dict[str, Any]:
+    """A second DDP around the same module goes on with the same state."""
+    model, state = _TwoLayers(), PowerSGDState(None, 1, 2, 0.5)
+    generator = torch.Generator().manual_seed(rank)
+
+    def train(ddp: nn.Module, steps: int, **options: Any) -> None:
+        for _ in range(steps):
+            ddp.zero_grad()
+            ddp(torch.randn(8, 30, generator=generator), **options).backward()
+
+    def wrap(**options: Any) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, **options)
+        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+        return ddp
+
+    kept = [wrap()]
+    train(kept[0], 4)
+    if not is_alive:
+        kept.clear()
+        gc.collect()
+    found: dict[str, Any] = {}
+    kept.append(wrap(find_unused_parameters=True))
+    train(kept[-1], 1)
+    before = state.residual(model.first.weight)
+    train(kept[-1], 1, both=False)
+    assert before is not None
+    assert before.any()
+    found["keeps what is unused"] = torch.equal(before, state.residual(model.first.weight))
+    kept.append(wrap(find_unused_parameters=True, skip_all_reduce_unused_params=True))
+    train(kept[-1], 3, both=False)
+    found["iter"] = state.iter
+    kept.append(wrap(process_group=[dist.new_group([0]), dist.new_group([1])][rank]))
+    found["error"] = _error(lambda: train(kept[-1], 1))
+    found["gradients"] = [parameter.grad for parameter in model.second.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_new_ddp_around_the_same_module_is_noticed(is_alive: bool) -> None:
+    for found in run_ranks(_rebuild, 2, is_alive, timeout_s=60, group_timeout_s=20):
+        assert found["keeps what is unused"]
+        assert found["iter"] == 9
+        assert "the state's process group has the ranks [0, 1], but DDP" in found["error"]
+
+
+def _group_of_one_rank_alone(rank: int) -> list[str | None]:
+    same = dist.new_group([0, 1])
+    first, second = _Loop(rank), _Loop(rank)
+    if rank == 1:
+        first.state.process_group = same
+    second.step()
+    if rank == 1:
+        second.state.process_group = same
+    second.step()
+    return [_error(first.step), _error(second.step)]
+
+
+def test_another_group_on_one_rank_is_an_error_although_it_has_the_same_ranks() -> None:
+    ranks = run_ranks(_group_of_one_rank_alone, 2, timeout_s=60, group_timeout_s=20)
+    assert ranks[0] == ranks[1]
+    for error in ranks[0]:
+        assert error.startswith("ValueError: ranks disagree on the process group: rank 0 has ")
+
+
+def _owe_through_bad_steps(rank: int) -> list[list[Tensor]]:
+    loop = _Loop(rank)
+    sums = [torch.zeros(SHAPES[0]), torch.zeros(SHAPES[0])]
+
+    def step(*, is_bad: bool = False) -> bool:
+        gradient, average = loop.step(is_bad=is_bad)[0]
+        if average.isfinite().all():
+            sums[0] += gradient
+            sums[1] += average
+        return bool(average.isfinite().all())
+
+    for _ in range(5):
+        step()
+    loop.state.min_compression_rate = 7.0  # nothing is worth compressing
+    step()
+    results = [step(is_bad=i < 3) for i in range(6)]
+    assert results == [False] * 3 + [True] * 3
+    assert loop.state.residual(loop.model[0]) is None  # all is paid
+    return sums
+
+
+def test_a_bad_step_does_not_pay_what_is_owed() -> None:
+    ranks = run_ranks(_owe_through_bad_steps, 2)
+    assert_close(ranks[0][1], (ranks[0][0] + ranks[1][0]) / 2, scale=20)
+    assert torch.equal(ranks[0][1], ranks[1][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("matrix_approximation_rank", -1),
+        ("iter", None),
+        ("start_powerSGD_iter", "2"),
+        ("min_compression_rate", float("nan")),
+        ("compression_stats_logging_frequency", None),
+        ("process_group", "gloo"),
+    ],
+)
+def test_a_setting_is_checked_when_it_is_set(name: str, value: Any) -> None:
+    state = PowerSGDState(None)
+    before = getattr(state, name)
+    with pytest.raises(ValueError, match=f"{name} is .*, but must be "):
+        setattr(state, name, value)
+    assert getattr(state, name) is before
+
+
+def test_a_setting_is_kept_as_a_plain_number() -> None:
+    state = PowerSGDState(None)
+    state.iter = torch.tensor(5)
+    assert type(state.iter) is int
