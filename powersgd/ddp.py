@@ -152,7 +152,8 @@ def _find_owner(
 def _address(bucket: dist.GradBucket) -> int:  # type: ignore[name-defined]
     # A hook wrapped around ours may hand over another buffer in each step.
     buffer = bucket.buffer()
-    return buffer.data_ptr() if buffer.dtype == bucket.parameters()[0].dtype else 0
+    is_ddps_own = not buffer.is_sparse and buffer.dtype == bucket.parameters()[0].dtype
+    return buffer.data_ptr() if is_ddps_own else 0
 
 
 def _is_in_backward() -> bool:
