@@ -82,7 +82,11 @@ def targets(
         yield Target(f"reconstruct-{case}", steps.reconstruct, (p, q))
         yield Target(f"residual-{case}", steps.residual, (matrix, p, q))
         yield Target(f"compress_-{case}", fused.compress_, (matrix, old, q), out=(0,))
-        yield Target(f"decompress_-{case}", fused.decompress_, (matrix, old, p, q, own), out=(0, 1))
+        yield Target(f"compress_alone-{case}", fused.compress_, (matrix, None, q), out=(0,))
+        yield Target(f"decompress_-{case}", fused.decompress_, (matrix, old, p, own, q), out=(0, 1))
+        yield Target(
+            f"decompress_alone-{case}", fused.decompress_, (matrix, None, p, own, q), out=(0,)
+        )
         yield Target(f"project-{case}", fused.project, (matrix, p))
         yield Target(f"replace_zero_rows-{case}", steps.replace_zero_rows, (p, -p))
 

@@ -58,7 +58,7 @@ def _gather(
     digests, lengths = torch.stack(_all_gather(mine, group)).T.tolist()
     if len(set(digests)) == 1:
         return []
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = _all_gather(padded.to(device), group)
     return [json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)]

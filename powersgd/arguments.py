@@ -97,6 +97,23 @@ def group(name: str, value: Any) -> Any:
     return value
 
 
+def require(option: str, value: int, low: int, high: int, reason: str = "") -> None:
+    """Refuse a number outside its range.
+
+    Args:
+        option: The command line's name for it.
+        value: What the user gave.
+        low: The smallest allowed value.
+        high: The largest allowed value.
+        reason: Ends the sentence.
+
+    Raises:
+        ValueError: With one sentence.
+    """
+    if not low <= value <= high:
+        raise ValueError(f"{option} is {value}, but must be from {low} to {high}{reason}")
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 

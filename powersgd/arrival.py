@@ -1,9 +1,9 @@
 """A bucket arrives: is it known, and do all ranks mean the same by it?
 
-Ranks compare notes over one small all-gather when a bucket is new, and at the start of a step that
-follows one in which any rank's settings had been changed. In between, the settings that they have
-agreed on stay in force, so that a rank that was set differently cannot start other collectives than
-the rest.
+Ranks compare notes over one small all-gather when a bucket or its DDP model is new, and at the
+start of a step that follows one in which any rank's settings had been changed. In between, the
+settings that they have agreed on stay in force, so that a rank that was set differently cannot
+start other collectives than the rest.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,8 @@ class Arrival:
         process_group: The group over which the front end averages; the state's must have its ranks.
         is_first: Whether this is the step's first bucket.
         is_last: Whether this is the step's last bucket.
+        is_new: Whether it is the first bucket of a model, or model wrapper, that is new to the
+            state; equal on all ranks.
         is_square: View the whole bucket as one square matrix.
         may_be_unused: Whether a gradient of zeros may be that of a parameter that this rank has not
             used; the front end throws an average away if no rank has used the parameter.
@@ -44,8 +46,9 @@ class Arrival:
     process_group: dist.ProcessGroup
     is_first: bool
     is_last: bool
-    is_square: bool = False
-    may_be_unused: bool = True
+    is_new: bool
+    is_square: bool
+    may_be_unused: bool
 
     @property
     def kind(self) -> str:
@@ -85,7 +88,7 @@ class Flag:
         with torch.cuda.stream(stream):
             if self._work is not None:
                 self._work.wait()
-            on_device, self._flag = self._flag, torch.empty(1, pin_memory=True)
+            on_device, self._flag = self._flag, torch.empty(1, device="cpu", pin_memory=True)
             self._flag.copy_(on_device, non_blocking=True)
             on_device.record_stream(stream)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -152,14 +155,14 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
             or ranks differ in settings or plan.
     """
     was_changed = arrival.is_first and state.change is not None and state.change.is_set()
-    is_settling = state.agreed is None or was_changed
+    is_settling = state.agreed is None or was_changed or arrival.is_new
     settings = state.agreed
     if settings is not None and not is_settling and state.positions.knows(arrival.parameters):
         bucket = state.find_bucket(arrival.parameters, _key(arrival, settings))
         if bucket is not None or arrival.kind == "sparse":
             return bucket
     terms = _Terms(state, arrival, is_settling)
-    require_agreement(terms.state_facts, arrival.process_group, arrival.buffer.device)
+    require_agreement(terms.collect, arrival.process_group, arrival.buffer.device)
     state.change = None
     state.positions.register(arrival.parameters, arrival.kind)
     if is_settling:
@@ -176,26 +179,44 @@ class _Terms:
     def __init__(self, state: PowerSGDState, arrival: Arrival, is_settling: bool) -> None:
         self._state, self._arrival, self._is_settling = state, arrival, is_settling
 
-    def state_facts(self) -> dict[str, Any]:
+    def collect(self) -> dict[str, Any]:
         """Check all that this rank can check alone, and make the plan."""
         state, arrival = self._state, self._arrival
-        state.positions.require_same_model(arrival.parameters, is_first=arrival.is_first)
+        state.positions.require_same_model(arrival.parameters, is_new=arrival.is_new)
         require_same_group(state, arrival.process_group)
-        self.settings = state.settings() if self._is_settling else state.current
+        self.settings = state.settings() if self._is_settling else state.in_force
         specs = [ParameterSpec.of(parameter) for parameter in arrival.parameters]
         if arrival.kind != "sparse":
             self.plan = _make_plan(specs, arrival, self.settings)
         return {
-            **self.settings._asdict(),
-            "the process group": find_group(state.process_group).group_name,
+            **common_facts(state, self.settings, specs),
             "the hook": "batched_powerSGD_hook" if arrival.is_square else "powerSGD_hook",
-            "the bucket's parameter shapes": [list(spec.shape) for spec in specs],
-            "the bucket's parameter strides": [list(spec.stride) for spec in specs],
             "the bucket's dtype": str(arrival.buffer.dtype),
             "whether the bucket's gradients are sparse": arrival.kind == "sparse",
             "whether the bucket is the last": arrival.is_last,
             "whether the steps are powersgd.EAGER": state.steps is EAGER,
         }
+
+
+def common_facts(
+    state: PowerSGDState, settings: Settings, specs: Sequence[ParameterSpec]
+) -> dict[str, Any]:
+    """Return what ranks must agree on, whatever the front end.
+
+    Args:
+        state: The state.
+        settings: The settings of the steps to come.
+        specs: Of the parameters at hand.
+
+    Returns:
+        The facts by name, for `require_agreement`.
+    """
+    return {
+        **settings._asdict(),
+        "the process group": find_group(state.process_group).group_name,
+        "the parameters' shapes": [list(spec.shape) for spec in specs],
+        "the parameters' strides": [list(spec.stride) for spec in specs],
+    }
 
 
 def _key(arrival: Arrival, settings: Settings) -> tuple[Any, ...]:

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 import powersgd
-from powersgd.demo import LARGEST_RANK, Run, default_batch_size, require, train_all
+from powersgd.arguments import require
+from powersgd.demo import LARGEST_RANK, Run, default_batch_size, train_all
 from powersgd.report import (
     Point,
     Result,

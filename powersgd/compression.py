@@ -42,8 +42,8 @@ def compress(
     """Add the residuals to a bucket's gradients and compute P.
 
     Args:
-        state: The state, of which only missing memory is allocated.
-        bucket: The bucket's part of the state. Not changed.
+        state: The state. Not changed.
+        bucket: The bucket's part of the state, of which only missing memory is created.
         buffer: The bucket's gradients, shape ``(numel,)``; residuals are added to them.
         may_be_unused: Whether a parameter whose gradient is zero counts as unused: it gets nothing
             and keeps its residual, because if no rank has used it, its average is thrown away.
@@ -59,17 +59,17 @@ def compress(
     if plan.numel > buffer.numel():  # the square matrix has room to spare
         flat = torch.nn.functional.pad(buffer, (0, plan.numel - buffer.numel()))
     compression = Compression(bucket, buffer, flat)
-    owed = bucket.residual
+    residuals = bucket.residual
     if plan.shared:
         _find_unused_(compression, may_be_unused)
-        owed = _without_unused(compression)
+        residuals = _without_unused(compression)
     _pay_(compression, may_be_unused)
     pieces = []
-    for shape in plan.groups:
-        matrix = batch(flat, shape)
+    for group in plan.groups:
+        matrix = batch(flat, group)
         mask = _mask_unused(matrix) if may_be_unused and not plan.shared else None
-        residual = None if owed is None else shape.residual_block(owed)
-        p = state.steps.compress_(matrix, residual, shape.q_block(q))
+        residual = None if residuals is None else group.residual_block(residuals)
+        p = state.steps.compress_(matrix, residual, group.q_block(q))
         compression.matrices.append(matrix)
         compression.masks.append(mask)
         pieces.append(p if mask is None else p * mask)
@@ -157,13 +157,13 @@ def rehearse(state: PowerSGDState, plan: Plan, like: Tensor) -> None:
         plan: A new bucket's plan.
         like: A tensor of the bucket's dtype and device.
     """
-    for shape in plan.groups:
-        start = shape.offsets[0]
-        shape = replace(shape, offsets=tuple(offset - start for offset in shape.offsets))
-        count, n, m = len(shape.members), shape.n, shape.m
-        matrix = batch(like.new_zeros(shape.offsets[-1] + n * m), shape)
-        residual = like.new_zeros(count, n, m) if state.current.use_error_feedback else None
-        p, q = like.new_zeros(count, shape.rank, n), like.new_zeros(count, shape.rank, m)
+    for group in plan.groups:
+        start = group.offsets[0]
+        group = replace(group, offsets=tuple(offset - start for offset in group.offsets))
+        count, n, m = len(group.members), group.n, group.m
+        matrix = batch(like.new_zeros(group.offsets[-1] + n * m), group)
+        residual = like.new_zeros(count, n, m) if state.in_force.use_error_feedback else None
+        p, q = like.new_zeros(count, group.rank, n), like.new_zeros(count, group.rank, m)
         state.steps.compress_(matrix, residual, q)
         state.steps.project(matrix, p)
         state.steps.decompress_(matrix, residual, p, q, q.clone())
@@ -191,16 +191,16 @@ def project(
     if plan.shared:
         compression.used_by_any = message[position:-1].sign()
     # The message holds the mean of P, where torch adds its epsilon to the sum.
-    epsilon = state.current.orthogonalization_epsilon / world_size
-    factors = [shape.p_block(message) for shape in plan.groups]
+    epsilon = state.in_force.orthogonalization_epsilon / world_size
+    factors = [group.p_block(message) for group in plan.groups]
     compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
     old = compression.bucket.residual
-    for i, shape in enumerate(plan.groups):
+    for i, group in enumerate(plan.groups):
         matrix, p, mask = compression.matrices[i], compression.p[i], compression.masks[i]
         q = state.steps.project(matrix, p)
         q = q if mask is None else q * mask
         if old is not None:
-            q = _refuse_overflow(matrix, shape.residual_block(old), p, q)
+            q = _refuse_overflow(matrix, group.residual_block(old), p, q)
         compression.q_local.append(q)
     return _flatten(compression.q_local, message)
 
@@ -237,15 +237,15 @@ def decompress_if_(
     bucket, buffer, flat = compression.bucket, compression.buffer, compression.flat
     old = bucket.residual
     held = [] if old is None else [old[where].clone() for _, where in compression.unused]
-    for i, shape in enumerate(bucket.plan.groups):
+    for i, group in enumerate(bucket.plan.groups):
         matrix = compression.matrices[i]
-        residual = None if old is None else shape.residual_block(old)
-        factors = (compression.p[i], compression.q_local[i], shape.q_block(message))
+        residual = None if old is None else group.residual_block(old)
+        factors = (compression.p[i], compression.q_local[i], group.q_block(message))
         if finite.is_cpu and finite:  # asking a GPU would make the host wait
             state.steps.decompress_(matrix, residual, *factors)
         else:
             _decompress_masked_(finite, state.steps, matrix, residual, *factors)
-        unbatch_(flat, shape, matrix)
+        unbatch_(flat, group, matrix)
     _restore_unused_(finite, compression, held)
     _settle_(finite, compression)
     if flat is not buffer:
@@ -272,13 +272,13 @@ def _decompress_masked_(
 def _update_q(state: PowerSGDState, bucket: BucketState, q: Tensor, finite: Tensor) -> None:
     assert bucket.q is not None
     assert bucket.spare is not None
-    factors = [shape.q_block(q) for shape in bucket.plan.groups]
-    units = state.steps.orthogonalize_all(factors, state.current.orthogonalization_epsilon)
+    factors = [group.q_block(q) for group in bucket.plan.groups]
+    units = state.steps.orthogonalize_all(factors, state.in_force.orthogonalization_epsilon)
     # A dead row gets another random direction each step; half of its last one stays in it, so that
     # a parameter that was unused for a step keeps its warm start.
-    fresh = (bucket.q + torch.roll(bucket.spare, state.current.iter)) / 2
+    fresh = (bucket.q + torch.roll(bucket.spare, state.in_force.iter)) / 2
     rows = [
-        replace_zero_rows(unit, shape.q_block(fresh))
-        for unit, shape in zip(units, bucket.plan.groups, strict=True)
+        replace_zero_rows(unit, group.q_block(fresh))
+        for unit, group in zip(units, bucket.plan.groups, strict=True)
     ]
     torch.where(finite, _flatten(rows, q), bucket.q, out=bucket.q)

@@ -5,6 +5,7 @@
 
 import math
 import weakref
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
-from powersgd.arrival import Arrival, find_group, require_same_group
+from powersgd.arrival import Arrival, find_group
 from powersgd.owner import find_new_ddp
 from powersgd.reduction import finish_step, reduce_bucket
 from powersgd.state import PowerSGDState
@@ -34,8 +35,9 @@ def powerSGD_hook(  # noqa: N802 (torch's name)
         bucket: The bucket that is ready.
 
     Returns:
-        A future of the averaged gradients, complete once the step's last bucket was handed in;
-        None in a graph, see `powersgd.traced`.
+        A future of the averaged gradients, complete once compression has started when the step's
+        last bucket was handed in, before that when the bucket is averaged; None in a graph, see
+        `powersgd.traced`.
         If any rank had an inf or a NaN in this step, all compressed gradients are NaN on all ranks,
         and ``state`` is as it was; likewise if a float16 residual (on CPU, of any dtype) would
         become so large that later steps overflow.
@@ -86,12 +88,37 @@ def batched_powerSGD_hook(  # noqa: N802 (torch's name)
     return _run(state, bucket, is_square=True)
 
 
+@dataclass
+class _Owner:
+    """The DDP model that a state serves.
+
+    Attributes:
+        ddp: The model; None if it was not found among Python's objects.
+        address: Where the first bucket of its last step lay; 0 if that says nothing.
+        seen: Parameters whose buckets it has handed in.
+        former: All models so far, this one included.
+    """
+
+    ddp: weakref.ref[DistributedDataParallel] | None = None
+    address: int = -1
+    seen: set[torch.Tensor] = field(default_factory=set)
+    former: weakref.WeakSet[DistributedDataParallel] = field(default_factory=weakref.WeakSet)
+
+    def find(self) -> DistributedDataParallel | None:
+        return None if self.ddp is None else self.ddp()
+
+    def is_gone(self) -> bool:
+        return self.ddp is not None and self.ddp() is None
+
+
 def _run(
     state: PowerSGDState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
     is_square: bool,
 ) -> torch.futures.Future[torch.Tensor]:
     if isinstance(bucket, tuple):  # from DDP's python_reducer, which ignores what is returned
+        if not isinstance(state, PowerSGDState):
+            raise _wrong_type(state)
         if is_square:
             raise RuntimeError("batched_powerSGD_hook needs DDP's buckets: use powerSGD_hook")
         # Not above: it needs the compiler, whose import takes a second and pulls in numpy.
@@ -99,58 +126,88 @@ def _run(
 
         reduce_parameter(state, *bucket)
         return None  # type: ignore[return-value]
-    parameters = bucket.parameters()
     if not isinstance(state, PowerSGDState):
         _refuse(state, bucket)
-    ddp, is_new = _find_owner(state, bucket)
-    # In the first step of a static graph, when the whole backward is over, DDP gives every bucket
-    # the number 0 and does not say which is the last: each ends a step of its own.
-    is_alone = ddp is not None and ddp.static_graph and not state.positions.knows(parameters)
-    is_first = state.last_index == math.inf if is_alone else bucket.index() <= state.last_index
-    if is_first and ddp is not None and ddp.skip_all_reduce_unused_params:
+    ddp, is_new = _find_ddp(state, bucket)
+    arrival = _describe(state, bucket, ddp, is_new=is_new, is_square=is_square)
+    if arrival.is_first and ddp is not None and ddp.skip_all_reduce_unused_params:
         _end_with_backward(state)
-    arrival = Arrival(
-        bucket.buffer(),
-        parameters,
-        find_group(state.process_group) if ddp is None else ddp.process_group,
-        is_first=is_first,
-        is_last=bucket.is_last() or is_alone,
-        is_square=is_square,
-        may_be_unused=ddp is None or ddp.find_unused_parameters or ddp.static_graph,
-    )
     future = reduce_bucket(state, arrival)
-    if is_new:
-        state.address = _address(bucket)
-        state.ddp = None if ddp is None else weakref.ref(ddp)
-        state.former |= set() if ddp is None else {ddp}
-    state.last_index = bucket.index()
+    _remember(state, bucket, ddp, is_first=arrival.is_first)
     if bucket.is_last():
         _close(state)
     state.maybe_increase_iter(bucket)
     return future
 
 
-def _find_owner(
+def _find_ddp(
     state: PowerSGDState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> tuple[DistributedDataParallel | None, bool]:
-    # And whether it is due to be remembered. The search through all objects is dear: only if the
-    # model is gone, or a step begins in other memory: DDP has new buckets, or it is a new DDP.
-    known = None if state.ddp is None else state.ddp()
-    is_gone = state.ddp is not None and known is None
-    is_joined = known is not None and not _is_in_backward()
+    # And whether this step is its first. The search through all objects is dear: only if the model
+    # is gone, or a step begins in other memory: DDP has built new buckets, or it is a new DDP.
+    owner: _Owner = state.owner or _Owner()
+    ddp, address = owner.find(), _address(bucket)
+    is_joined = ddp is not None and not _is_in_backward()
     is_later = bucket.index() > state.last_index
-    if is_later or is_joined or (_address(bucket) == state.address and not is_gone):
-        return known, False
-    new = find_new_ddp(state, bucket.parameters()[0], state.former)
-    if new is not None and state.positions.knows(bucket.parameters()):
-        require_same_group(state, new.process_group)
-        state.agreed_group = state.process_group
-    return known if new is None else new, True
+    if is_later or is_joined or (address == owner.address and not owner.is_gone()):
+        return ddp, False
+    new = find_new_ddp(state, bucket.parameters()[0], owner.former)
+    if ddp is None and new is None:
+        return None, not state.positions.knows(bucket.parameters())
+    # Without an address, ranks may notice in different steps, when their old model is collected.
+    is_noticed_by_all = state.owner is None or address != 0
+    return new or ddp, new is not None and is_noticed_by_all
+
+
+def _describe(
+    state: PowerSGDState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ddp: DistributedDataParallel | None,
+    *,
+    is_new: bool,
+    is_square: bool,
+) -> Arrival:
+    # In the first step of a static graph, when the whole backward is over, DDP gives every bucket
+    # the number 0 and does not say which is the last: each ends a step of its own.
+    parameters, is_static = bucket.parameters(), ddp is not None and ddp.static_graph
+    is_known = state.owner is not None and ddp is state.owner.find()
+    is_alone = is_static and not (is_known and state.owner.seen.issuperset(parameters))
+    is_first = bucket.index() <= state.last_index
+    return Arrival(
+        bucket.buffer(),
+        parameters,
+        find_group(state.process_group) if ddp is None else ddp.process_group,
+        is_first=state.last_index == math.inf if is_alone else is_first,
+        is_last=bucket.is_last() or is_alone,
+        is_new=is_new,
+        is_square=is_square,
+        may_be_unused=ddp is None or is_static or ddp.find_unused_parameters,
+    )
+
+
+def _remember(
+    state: PowerSGDState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ddp: DistributedDataParallel | None,
+    *,
+    is_first: bool,
+) -> None:
+    # Only now, because a bucket that was refused leaves everything as it was.
+    owner: _Owner | None = state.owner
+    if owner is None or owner.is_gone() or ddp is not owner.find():
+        former = weakref.WeakSet() if owner is None else owner.former
+        state.owner = _Owner(None if ddp is None else weakref.ref(ddp), former=former)
+        if ddp is not None:
+            former.add(ddp)
+    if is_first:
+        state.owner.address = _address(bucket)
+    state.owner.seen.update(bucket.parameters())
+    state.last_index = bucket.index()
 
 
 def _address(bucket: dist.GradBucket) -> int:  # type: ignore[name-defined]
-    # A hook wrapped around ours may hand over another buffer in each step.
+    # Sparse gradients, and a hook wrapped around ours, bring another buffer in each step.
     buffer = bucket.buffer()
     is_ddps_own = not buffer.is_sparse and buffer.dtype == bucket.parameters()[0].dtype
     return buffer.data_ptr() if is_ddps_own else 0
@@ -160,9 +217,13 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _wrong_type(state: object) -> TypeError:
+    return TypeError(f"the hook's state must be a powersgd.PowerSGDState, got {type(state)!r}")
+
+
 def _refuse(state: object, bucket: dist.GradBucket) -> NoReturn:  # type: ignore[name-defined]
     def complain() -> dict[str, str]:
-        raise TypeError(f"the hook's state must be a powersgd.PowerSGDState, got {type(state)!r}")
+        raise _wrong_type(state)
 
     ddp = find_new_ddp(state, bucket.parameters()[0], ())
     group = find_group(None if ddp is None else ddp.process_group)
@@ -171,7 +232,10 @@ def _refuse(state: object, bucket: dist.GradBucket) -> NoReturn:  # type: ignore
 
 
 def _close(state: PowerSGDState) -> None:
-    state.positions.is_complete = True
+    ddp = state.owner.find()
+    # Buckets that DDP left out may come later.
+    expected = [] if ddp is None else [p for p in ddp._module_parameters if p.requires_grad]
+    state.positions.is_complete |= state.positions.knows(expected)
     state.last_index = math.inf
 
 

@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd import PowerSGDState, powerSGD_hook
+from powersgd.arguments import require
 from powersgd.report import Point, Result
 
 TRAIN_IMAGES = 1347  # three quarters of the 1797 digits
@@ -87,23 +88,6 @@ class Run:
 def default_batch_size(world_size: int) -> int:
     """Return 64, or the next lower multiple of the number of processes; one each at least."""
     return max(64 // world_size, 1) * world_size
-
-
-def require(option: str, value: int, low: int, high: int, reason: str = "") -> None:
-    """Refuse a number outside its range.
-
-    Args:
-        option: The command line's name for it.
-        value: What the user gave.
-        low: The smallest allowed value.
-        high: The largest allowed value.
-        reason: Ends the sentence.
-
-    Raises:
-        ValueError: With one sentence.
-    """
-    if not low <= value <= high:
-        raise ValueError(f"{option} is {value}, but must be from {low} to {high}{reason}")
 
 
 @functools.cache

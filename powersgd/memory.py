@@ -23,8 +23,9 @@ class BucketState:
         q: Shape ``(plan.q_numel,)``: the next step's Q, no row zero, equal on all ranks.
         spare: Shape of ``q``: where a new row comes from when one has died.
         owed: By index of a parameter that is no longer compressed, flat, what is left of its
-            residual; the next plain average takes it up. None once nothing is left: the entry is
-            the same on all ranks, which mark the parameter's gradient in a bad step.
+            residual; the next plain average takes it up. On CPU None
+            once nothing is left: the entry stays, equal on all ranks, which mark the parameter's
+            gradient in a bad step.
     """
 
     key: tuple[Any, ...]

@@ -16,7 +16,7 @@ def find_ddps(state: object) -> list[DistributedDataParallel]:
     Returns:
         The DDP models.
     """
-    return [ddp for ddp in _all() if any(hooked is state for _, hooked in ddp._comm_hooks)]
+    return [ddp for ddp in _all() if _is_registered(ddp, state)]
 
 
 def find_new_ddp(
@@ -34,8 +34,12 @@ def find_new_ddp(
         registered, if there is any. None if there is none, or DDP's own object is gone.
     """
     found = [ddp for ddp in _all() if any(p is parameter for p in ddp.parameters())]
-    registered = [ddp for ddp in found if any(hooked is state for _, hooked in ddp._comm_hooks)]
+    registered = [ddp for ddp in found if _is_registered(ddp, state)]
     return next((ddp for ddp in registered or found if ddp not in former), None)
+
+
+def _is_registered(ddp: DistributedDataParallel, state: object) -> bool:
+    return any(hooked is state for _, hooked in ddp._comm_hooks)
 
 
 def _all() -> list[DistributedDataParallel]:

@@ -21,18 +21,18 @@ class Positions:
         """Tell whether all of a bucket's parameters are registered."""
         return all(parameter in self._of for parameter in parameters)
 
-    def require_same_model(self, parameters: Sequence[Tensor], *, is_first: bool) -> None:
+    def require_same_model(self, parameters: Sequence[Tensor], *, is_new: bool) -> None:
         """Raise if a bucket belongs to another model than the buckets registered so far.
 
         Args:
             parameters: The bucket's parameters.
-            is_first: Whether it is the first bucket of a step.
+            is_new: Whether it is the first bucket of a model wrapper that was not met before.
 
         Raises:
             ValueError: If it does.
         """
         unknown = sum(parameter not in self._of for parameter in parameters)
-        is_foreign = self.is_complete or unknown < len(parameters) or (is_first and self._of)
+        is_foreign = self.is_complete or unknown < len(parameters) or (is_new and self._of)
         if unknown and is_foreign:
             raise ValueError(
                 f"one PowerSGDState serves one model: it serves one of {len(self._of)} "

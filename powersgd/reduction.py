@@ -4,14 +4,16 @@ Every rank starts the same collectives in the same order, decided by program ord
 bucket is ready, its P (with everything that is not compressed) starts on its way while backward
 still runs. When the step's last bucket is ready, this thread walks over all buckets: wait for P,
 compute Q, start it. It then waits for all Q, and only when the whole step is known to be finite on
-all ranks it changes the state. No thread, no callback, at most two collectives per bucket.
+all ranks it changes the state. No thread, no collective from a callback (unless DDP left out the
+last bucket, when the end of backward ends the step), at most two collectives per bucket.
 
 A step that meets an inf or a NaN anywhere leaves the state as it was, and makes every compressed
 gradient of the step NaN on all ranks, so that no optimizer applies what the residuals still hold.
 No flag has to travel for this: a non-finite gradient makes P non-finite, and sums of it stay so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +54,7 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
         ValueError: See `powersgd.arrival.meet`.
     """
     buffer = arrival.buffer
-    # Hooks run in whatever mode backward was called: with create_graph, under autocast.
-    with torch.no_grad(), torch.autocast(buffer.device.type, enabled=False):
+    with _plain_mode(buffer.device):
         bucket = meet(state, arrival)
         group = find_group(state.agreed_group)
         if state.is_warming_up():
@@ -70,6 +71,13 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
         if arrival.is_last:
             finish_step(state)
     return future
+
+
+@contextmanager
+def _plain_mode(device: torch.device) -> Iterator[None]:
+    # Hooks run in whatever mode backward was called: with create_graph, under autocast.
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _start_flag(state: PowerSGDState, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -107,7 +115,6 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> Future:
     return averaged
 
 
-@torch.no_grad()
 def finish_step(state: PowerSGDState) -> None:
     """End the running step, all of whose buckets have arrived: average, and update the state.
 
@@ -122,7 +129,8 @@ def finish_step(state: PowerSGDState) -> None:
     _wait(step)
     compressed = [(f, f.compression) for f in step if f.compression is not None]
     if compressed:
-        _finish_compressed(state, step, compressed)
+        with _plain_mode(step[0].buffer.device):
+            _finish_compressed(state, step, compressed)
     for in_flight in step:
         in_flight.future.set_result(in_flight.buffer)
 

@@ -1,14 +1,14 @@
 """The state of one model's compression: settings, statistics and what each parameter carries over.
 
-It starts no collective. All that a step changes here it changes at its end, once the step is known
-to be good on all ranks; until then the state is as it was.
+It starts no collective. What a step carries over to the next one changes here at its end, once the
+step is known to be good on all ranks.
 """
 
 import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,10 +110,8 @@ class PowerSGDState:
         # The running step; the reduction's.
         self.in_flight: list[Any] = []
         self.change: Any = None
-        # The front end's: which DDP model it is, which ones it was, and where its step stands.
-        self.ddp: Callable[[], Any] | None = None
-        self.former: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.address = -1
+        # The front end's: whose state it is, and where the step stands.
+        self.owner: Any = None
         self.last_index: float = math.inf
         # What graphs need, if the compiler traces the hook, and by which they find the state.
         self.traced: Any = None
@@ -137,7 +135,7 @@ class PowerSGDState:
         return Settings.of(self)
 
     @property
-    def current(self) -> Settings:
+    def in_force(self) -> Settings:
         """The settings that are in force: the ones that ranks have agreed on, if they have."""
         return self.agreed or self.settings()
 
@@ -160,7 +158,7 @@ class PowerSGDState:
 
     def is_warming_up(self) -> bool:
         """Tell whether gradients are still averaged without compression."""
-        return self.current.iter < self.current.start_powerSGD_iter
+        return self.in_force.iter < self.in_force.start_powerSGD_iter
 
     def maybe_increase_iter(self, bucket: Any) -> None:
         """Count a step when its last bucket is done, and log when compression starts.
@@ -176,8 +174,8 @@ class PowerSGDState:
         self.iter += 1
         if self.agreed is not None:
             self.agreed = self.agreed._replace(iter=self.agreed.iter + 1)
-        if self.current.iter == self.current.start_powerSGD_iter:
-            logger.info("Start to apply PowerSGD after %s iterations.", self.current.iter)
+        if self.in_force.iter == self.in_force.start_powerSGD_iter:
+            logger.info("Start to apply PowerSGD after %s iterations.", self.in_force.iter)
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return the compression so far, over all compressed steps.
@@ -200,7 +198,7 @@ class PowerSGDState:
         """
         self.total_numel_before_compression += numel
         self.total_numel_after_compression += sum(plan.sent_numel for plan in plans)
-        iteration = self.current.iter
+        iteration = self.in_force.iter
         if iteration < self.next_stats_report:
             return
         rate, before, after = self.compression_stats()
@@ -259,7 +257,7 @@ class PowerSGDState:
             bucket: A bucket of this state.
             like: A tensor of the dtype and device to use.
         """
-        settings = self.current
+        settings = self.in_force
         if settings.use_error_feedback and bucket.residual is None:
             bucket.residual = like.new_zeros(bucket.plan.residual_numel)
         if settings.warm_start and bucket.q is None:
@@ -281,16 +279,20 @@ class PowerSGDState:
         """
         if not bucket.plan.groups:
             return like.new_empty(0)
-        settings = self.current
+        settings = self.in_force
         # A graph's Q is drawn ahead of time.
         step = max(settings.iter, settings.start_powerSGD_iter)
         factors = []
-        for shape in bucket.plan.groups:
+        for group in bucket.plan.groups:
             draws = []
-            for member in shape.members:
+            for member in group.members:
                 seed = self.positions.seed(bucket.parameters[member], settings.random_seed, step)
-                generator = torch.Generator().manual_seed(seed)
-                draws.append(torch.randn(shape.rank, shape.m, generator=generator))
-            factors.append(torch.stack(draws).to(like))
+                generator = torch.Generator("cpu").manual_seed(seed)
+                shape = (group.rank, group.m)
+                draws.append(torch.randn(shape, generator=generator, device="cpu"))
+            stack = torch.stack(draws)
+            # From pageable memory, the host would wait for the copy.
+            stack = stack.pin_memory() if like.is_cuda else stack
+            factors.append(stack.to(like, non_blocking=True))
         units = self.steps.orthogonalize_all(factors, settings.orthogonalization_epsilon)
         return torch.cat([unit.flatten() for unit in units])

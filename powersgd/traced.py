@@ -23,7 +23,7 @@ from torch._guards import TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
-from powersgd.arrival import find_group, require_same_group
+from powersgd.arrival import common_facts, find_group, require_same_group
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
 from powersgd.orthogonalization import orthogonalize
@@ -98,7 +98,9 @@ def _(counter: Tensor, handle: int) -> None:
 def _is_first_of_trace(handle: int) -> bool:
     # Runs while a graph is traced, in plain Python: tells whether the trace meets the state for the
     # first time, and prepares a state that is new or whose model has parameters unfrozen.
-    state = STATES[handle]
+    state, context = STATES[handle], TracingContext.get()
+    if state.traced is not None and state.traced.last_trace() is context:
+        return False
     ddps = find_ddps(state)
     if not ddps:
         raise RuntimeError("PowerSGD found no DDP model with this state among Python's objects")
@@ -106,10 +108,8 @@ def _is_first_of_trace(handle: int) -> bool:
     new = [p for p in trainable if state.traced is None or p not in state.traced.buckets]
     if new:
         _prepare(state, ddps, new)
-    context = TracingContext.get()
-    is_first = state.traced.last_trace() is not context
     state.traced.last_trace = weakref.ref(context)
-    return is_first
+    return True
 
 
 @torch.no_grad()
@@ -118,6 +118,7 @@ def _prepare(
 ) -> None:
     process_group = ddps[-1].process_group
     specs = [ParameterSpec.of(parameter) for parameter in parameters]
+    settings = state.settings() if state.traced is None else state.in_force
 
     def collect() -> dict[str, Any]:
         if len({frozenset(ddp._module_parameters) for ddp in ddps}) > 1:
@@ -126,13 +127,10 @@ def _prepare(
                 "models; make a new PowerSGDState for each"
             )
         require_same_group(state, process_group)
-        settings = state.settings() if state.traced is None else state.current
         if not settings.warm_start:
             raise ValueError("warm_start is False, but must be True with DDP's python_reducer")
         return {
-            **settings._asdict(),
-            "the parameters' shapes": [list(spec.shape) for spec in specs],
-            "the parameters' strides": [list(spec.stride) for spec in specs],
+            **common_facts(state, settings, specs),
             "the parameters' dtypes": [str(parameter.dtype) for parameter in parameters],
         }
 
@@ -141,13 +139,13 @@ def _prepare(
     for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
         state.positions.register([p for p in parameters if str(p.dtype) == kind], kind)
     if state.traced is None:
-        state.adopt(state.settings())
+        state.adopt(settings)
         group = find_group(state.agreed_group)
         state.traced = TracedState(
             state,
             group,
             group.size(),
-            state.current.orthogonalization_epsilon,
+            state.in_force.orthogonalization_epsilon,
             {},
             not state.is_warming_up(),
             torch.zeros((), device=device),
@@ -160,7 +158,7 @@ def _add_bucket(
     state: PowerSGDState, parameter: Tensor, spec: ParameterSpec
 ) -> tuple[BucketState, tuple[int, ...]]:
     plan = make_plan(
-        [spec], state.current.matrix_approximation_rank, state.current.min_compression_rate
+        [spec], state.in_force.matrix_approximation_rank, state.in_force.min_compression_rate
     )
     bucket = BucketState(("traced",), (parameter,), plan)
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter

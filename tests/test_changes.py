@@ -111,21 +111,26 @@ def test_a_setting_changed_on_one_rank_is_one_error_on_all(after: int) -> None:
         assert all(average.isfinite().all() for average in averages)
 
 
-def _change_on_all(rank: int, name: str, value: Any) -> tuple[list[Any], list[Any], list[bool]]:
-    """What went in, what came out and is left, and whether each parameter has a residual."""
+def _change_on_all(rank: int, name: str, value: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Sums in and out and what is left; ranks by step; what was in force and kept after each step.
+
+    Changed after the sixth step and back after the tenth.
+    """
     loop = _Loop(rank)
-    steps = [loop.step() for _ in range(6)]
     before = getattr(loop.state, name)
-    setattr(loop.state, name, value)
-    steps += [loop.step() for _ in range(4)]
-    has_residual = [residual is not None for residual in loop.residuals()]
-    setattr(loop.state, name, before)
-    steps += [loop.step() for _ in range(4)]
+    steps, memory = [], []
+    for i in range(14):
+        if i in (6, 10):
+            setattr(loop.state, name, value if i == 6 else before)
+        steps.append(loop.step())
+        bucket = loop.state._buckets[loop.model[0]]
+        kept = [bucket.residual is not None, bucket.q is not None]
+        memory.append((getattr(loop.state.in_force, name), *kept))
     ranks = [torch.linalg.matrix_rank(step[0][1], rtol=1e-3).item() for step in steps]
     total_in = [sum(step[i][0] for step in steps) for i in range(len(SHAPES))]
     total_out = [sum(step[i][1] for step in steps) for i in range(len(SHAPES))]
     left = [0 if residual is None else residual for residual in loop.residuals()]
-    return [total_in, total_out, left], ranks, has_residual
+    return [total_in, total_out, left], ranks, memory
 
 
 @pytest.mark.parametrize(
@@ -143,6 +148,9 @@ def test_a_setting_changed_on_all_ranks_counts_from_the_second_step_on(
     name: str, value: Any, rank: int
 ) -> None:
     results = run_ranks(_change_on_all, 2, name, value)
+    for _, _, memory in results:
+        before = memory[0][0]
+        assert [seen for seen, *_ in memory] == [before] * 7 + [value] * 4 + [before] * 3
     assert [ranks for _, ranks, _ in results] == [[20] * 3 + [2] * 4 + [rank] * 4 + [2] * 3] * 2
     sums = [totals for totals, _, _ in results]
     for i in range(len(SHAPES)):  # nothing is lost on the way
@@ -154,9 +162,11 @@ def test_a_setting_changed_on_all_ranks_counts_from_the_second_step_on(
 
 @pytest.mark.parametrize("name", ["use_error_feedback", "warm_start"])
 def test_memory_can_be_switched_off_and_on_again(name: str) -> None:
-    for _, ranks, has_residual in run_ranks(_change_on_all, 2, name, False):
+    on, off = (True, True), (name == "warm_start", name == "use_error_feedback")
+    for _, ranks, memory in run_ranks(_change_on_all, 2, name, False):
         assert ranks == [20] * 3 + [2] * 11
-        assert has_residual == [name == "warm_start", False] + [name == "warm_start"] * 2
+        kept = [tuple(pair) for _, *pair in memory]
+        assert kept == [(False, False)] * 3 + [on] * 4 + [off] * 4 + [on] * 3
 
 
 def _alone(rank: int) -> dict[str, Any]:
@@ -212,49 +222,147 @@ class _TwoLayers(nn.Module):
         return result + self.first(batch).square().mean() if both else result
 
 
+class _Rebuilt:
+    """One module and one state, and one DDP after the other around them."""
+
+    def __init__(self, rank: int, model: nn.Module | None = None) -> None:
+        self.model: Any = model or _TwoLayers()
+        self.state = PowerSGDState(None, 1, 2, 0.5)
+        self.generator = torch.Generator().manual_seed(rank)
+        self.ddps: list[Any] = []
+
+    def wrap(self, hook: Any = powersgd.powerSGD_hook, **options: Any) -> None:
+        ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.001, **options)
+        ddp.register_comm_hook(self.state, hook)
+        self.ddps.append(ddp)
+
+    def train(self, steps: int, **options: Any) -> list[Tensor]:
+        """Return the averages of the last step."""
+        for _ in range(steps):
+            self.ddps[-1].zero_grad()
+            batch = torch.randn(8, 30, generator=self.generator)
+            self.ddps[-1](batch, **options).backward()
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        return [gradient for gradient in gradients if gradient is not None]
+
+
 def _rebuild(rank: int, is_alive: bool) -> dict[str, Any]:
     """A second DDP around the same module goes on with the same state."""
-    model, state = _TwoLayers(), PowerSGDState(None, 1, 2, 0.5)
-    generator = torch.Generator().manual_seed(rank)
-
-    def train(ddp: nn.Module, steps: int, **options: Any) -> None:
-        for _ in range(steps):
-            ddp.zero_grad()
-            ddp(torch.randn(8, 30, generator=generator), **options).backward()
-
-    def wrap(**options: Any) -> DistributedDataParallel:
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, **options)
-        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
-        return ddp
-
-    kept = [wrap()]
-    train(kept[0], 4)
+    run, found = _Rebuilt(rank), {}
+    run.wrap()
+    averages = run.train(4)
     if not is_alive:
-        kept.clear()
+        run.ddps.clear()
         gc.collect()
-    found: dict[str, Any] = {}
-    kept.append(wrap(find_unused_parameters=True))
-    train(kept[-1], 1)
-    before = state.residual(model.first.weight)
-    train(kept[-1], 1, both=False)
+    run.wrap(find_unused_parameters=True)
+    averages += run.train(1)
+    before = run.state.residual(run.model.first.weight)
+    averages += run.train(1, both=False)
     assert before is not None
     assert before.any()
-    found["keeps what is unused"] = torch.equal(before, state.residual(model.first.weight))
-    kept.append(wrap(find_unused_parameters=True, skip_all_reduce_unused_params=True))
-    train(kept[-1], 3, both=False)
-    found["iter"] = state.iter
-    kept.append(wrap(process_group=[dist.new_group([0]), dist.new_group([1])][rank]))
-    found["error"] = _error(lambda: train(kept[-1], 1))
-    found["gradients"] = [parameter.grad for parameter in model.second.parameters()]
+    found["is_kept"] = torch.equal(before, run.state.residual(run.model.first.weight))
+    run.wrap(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    averages += run.train(3, both=False)
+    run.wrap(static_graph=True)
+    averages += run.train(3)
+    found["averages"], found["iter"] = averages, run.state.iter
+    run.wrap(process_group=[dist.new_group([0]), dist.new_group([1])][rank])
+    found["error"] = _error(lambda: run.train(1))
     return found
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_a_new_ddp_around_the_same_module_is_noticed(is_alive: bool) -> None:
-    for found in run_ranks(_rebuild, 2, is_alive, timeout_s=60, group_timeout_s=20):
-        assert found["keeps what is unused"]
-        assert found["iter"] == 9
+    ranks = run_ranks(_rebuild, 2, is_alive, timeout_s=60, group_timeout_s=20)
+    assert all(map(torch.equal, ranks[0]["averages"], ranks[1]["averages"]))
+    for found in ranks:
+        assert found["is_kept"]
+        assert found["iter"] == 12
         assert "the state's process group has the ranks [0, 1], but DDP" in found["error"]
+
+
+class _TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(30, 20), nn.Linear(30, 20).double()
+
+    def forward(self, batch: Tensor) -> Tensor:
+        result: Tensor = self.first(batch).double().square().mean()
+        return result + self.second(batch.double()).square().mean()
+
+
+def _rebuild_static(rank: int) -> tuple[int, list[Tensor]]:
+    run = _Rebuilt(rank, _TwoDtypes())
+    run.wrap()
+    averages = run.train(4)
+    run.wrap(static_graph=True)  # two buckets in its first step, both the first and none the last
+    averages += run.train(1) + run.train(3)
+    return run.state.iter, averages
+
+
+def test_a_new_static_graph_of_several_buckets_goes_on() -> None:
+    ranks = run_ranks(_rebuild_static, 2, timeout_s=60, group_timeout_s=20)
+    assert [count for count, _ in ranks] == [7, 7]  # as with torch's hook, not the first one
+    assert all(map(torch.equal, ranks[0][1], ranks[1][1]))
+
+
+class _Alone(nn.Linear):
+    """One bucket, which a new DDP hands in unchanged."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(30, 20, bias=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch).square().mean()
+
+
+def _rebuild_on_one_wrong_group(rank: int) -> list[str | None]:
+    groups = [dist.new_group([0, 1]), dist.new_group([0]), dist.new_group([1])]
+    errors = []
+    for group in (groups[0], groups[2]):  # the same ranks, and others
+        run = _Rebuilt(rank, _Alone())
+        run.wrap()
+        run.train(4)
+        run.state.process_group = group if rank == 1 else None
+        run.wrap()
+        errors.append(_error(lambda run=run: run.train(1)))
+    return errors
+
+
+def test_a_wrong_group_on_one_rank_of_a_new_ddp_is_an_error_on_all() -> None:
+    ranks = run_ranks(_rebuild_on_one_wrong_group, 2, timeout_s=60, group_timeout_s=20)
+    assert ranks[0][0] == ranks[1][0]
+    assert ranks[0][0].startswith("ValueError: ranks disagree on the process group: rank 0 has ")
+    assert ranks[1][1].startswith("ValueError: the state's process group has the ranks [1], but")
+    assert ranks[0][1].startswith("ValueError: rank 1 of the group stopped: the state's process")
+
+
+def _skip_at_first(rank: int) -> tuple[int, list[Tensor], list[Tensor]]:
+    """DDP leaves out the last bucket in the first step, later under autocast."""
+    run, plain = _Rebuilt(rank), _Rebuilt(rank)
+    run.wrap(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    plain.wrap(find_unused_parameters=True)
+    sums = []
+    for each in (run, plain):
+        averages = each.train(1, both=False) + each.train(4)
+        for _ in range(3):
+            each.ddps[-1].zero_grad()
+            loss = each.ddps[-1](torch.randn(8, 30, generator=each.generator), both=False)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss.backward()
+            averages += [parameter.grad for parameter in each.model.second.parameters()]
+        sums.append(averages)
+    return run.state.iter, *sums
+
+
+def test_a_bucket_skipped_at_first_may_come_later_and_autocast_changes_nothing() -> None:
+    ranks = run_ranks(_skip_at_first, 2, timeout_s=60, group_timeout_s=20)
+    for count, skipping, plain in ranks:
+        assert count == 8
+        for mine, right in zip(skipping, plain, strict=True):
+            assert_close(mine, right, scale=10)
 
 
 def _group_of_one_rank_alone(rank: int) -> list[str | None]:

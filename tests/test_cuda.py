@@ -1,4 +1,4 @@
-"""The same code on a GPU: equal to the CPU, compiled or not, and the host never waits."""
+"""The same code on a GPU: equal to the CPU, compiled or not, and no copy makes the host wait."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,10 +104,12 @@ def test_gloo_with_tensors_on_a_gpu(expected: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("warm_start", [True, False])
 @pytest.mark.usefixtures("_nccl")
-def test_the_host_never_waits(is_compiled: bool) -> None:
+def test_no_copy_makes_the_host_wait(is_compiled: bool, warm_start: bool) -> None:
+    """It does not see the wait for the flag of the step before, which is an event."""
     steps = powersgd.compile_steps() if is_compiled else powersgd.EAGER
-    assert len(_train("cuda", no_waiting=True, steps=steps)) == STEPS
+    assert len(_train("cuda", no_waiting=True, steps=steps, warm_start=warm_start)) == STEPS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -80,7 +80,11 @@ def _other_sizes(target: Target) -> Target:
     case = target.name.split("-")[1]
     dtype = next(t.dtype for t in target.inputs if isinstance(t, Tensor))
     b, n, m, r = next(s for s in SHAPES if case == "x".join(map(str, s[:3])))
-    return next(t for t in targets(dtype, [(b + 1, n + 3, m + 2, r)]) if t.step is target.step)
+    return next(
+        t
+        for t in targets(dtype, [(b + 1, n + 3, m + 2, r)])
+        if t.name.split("-")[0] == target.name.split("-")[0]
+    )
 
 
 DYNAMIC = [
