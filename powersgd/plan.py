@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def sent_numel(self) -> int:
-        """Elements that this rank hands to all-reduce in one compressed step."""
+        """Elements that this rank hands to all-reduce in a compressed step, less the one flag."""
         return self.p_numel + self.q_numel + self.uncompressed_numel + len(self.shared)
 
 

@@ -184,7 +184,8 @@ class PowerSGDState:
 
         Returns:
             ``(rate, numel_before, numel_after)``: elements of the gradients, elements handed to
-            all-reduce by this rank, and their ratio (0 before the first compressed step).
+            all-reduce by this rank, without the flag of each bucket that tells of changed settings,
+            and their ratio (0 before the first compressed step).
         """
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
