@@ -274,6 +274,10 @@ def _update_q(state: PowerSGDState, bucket: BucketState, q: Tensor, finite: Tens
     assert bucket.spare is not None
     factors = [group.q_block(q) for group in bucket.plan.groups]
     units = state.steps.orthogonalize_all(factors, state.in_force.orthogonalization_epsilon)
+    flat = _flatten(units, q)
+    if finite.is_cpu and finite and flat[bucket.plan.q_row_offsets].all():
+        bucket.q.copy_(flat)  # the common case: no row begins with a zero, so none is dead
+        return
     # A dead row gets another random direction each step; half of its last one stays in it, so that
     # a parameter that was unused for a step keeps its warm start.
     fresh = (bucket.q + torch.roll(bucket.spare, state.in_force.iter)) / 2

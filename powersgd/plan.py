@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -100,6 +101,15 @@ class Plan:
     def q_numel(self) -> int:
         """Elements of all Q."""
         return sum(group.q_numel for group in self.groups)
+
+    @cached_property
+    def q_row_offsets(self) -> list[int]:
+        """Where each row of Q begins among all Q."""
+        return [
+            group.q_offset + i * group.m
+            for group in self.groups
+            for i in range(len(group.members) * group.rank)
+        ]
 
     @property
     def residual_numel(self) -> int:
