@@ -5,6 +5,7 @@ from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
 from powersgd.loading import load_steps
 from powersgd.orthogonalization import orthogonalize
 from powersgd.phases import EAGER, Steps
+from powersgd.sharing import Checkpoint, shared_state_dict
 from powersgd.state import PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, residual
 
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EAGER",
+    "Checkpoint",
     "PowerSGDState",
     "Steps",
     "batched_powerSGD_hook",
@@ -23,4 +25,5 @@ __all__ = [
     "powerSGD_hook",
     "reconstruct",
     "residual",
+    "shared_state_dict",
 ]

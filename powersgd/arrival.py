@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd.agreement import require_agreement
+from powersgd.allocation import add_bucket
 from powersgd.compression import rehearse
 from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
@@ -139,6 +140,25 @@ def require_same_group(state: PowerSGDState, theirs: dist.ProcessGroup) -> None:
         )
 
 
+def require_home(state: PowerSGDState, group: dist.ProcessGroup) -> None:
+    """Raise unless this rank is the one whose residuals the state has loaded.
+
+    Args:
+        state: The state.
+        group: The group over which the front end averages.
+
+    Raises:
+        ValueError: If it is not: the residuals of the others would be lost.
+    """
+    here = (group.rank(), group.size())
+    if state.origin is not None and state.origin != here:
+        raise ValueError(
+            f"the state holds the residuals of rank {state.origin[0]} of {state.origin[1]}, but "
+            f"this is rank {here[0]} of {here[1]}: load the file of this rank, or one made by "
+            "powersgd.shared_state_dict, which fits any rank and world size"
+        )
+
+
 def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
     """Look up a bucket; if it is new, or settings may have changed, make sure that ranks agree.
 
@@ -166,7 +186,8 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
     state.change = None
     state.positions.register(arrival.parameters, arrival.kind)
     if is_settling:
-        state.adopt(terms.settings)
+        group = arrival.process_group
+        state.adopt(terms.settings, (group.rank(), group.size()))
     return None if terms.plan is None else _take_in(state, arrival, terms.settings, terms.plan)
 
 
@@ -184,6 +205,7 @@ class _Terms:
         state, arrival = self._state, self._arrival
         state.positions.require_same_model(arrival.parameters, is_new=arrival.is_new)
         require_same_group(state, arrival.process_group)
+        require_home(state, arrival.process_group)
         self.settings = state.settings() if self._is_settling else state.in_force
         specs = [ParameterSpec.of(parameter) for parameter in arrival.parameters]
         if arrival.kind != "sparse":
@@ -244,7 +266,7 @@ def _take_in(state: PowerSGDState, arrival: Arrival, settings: Settings, plan: P
     if known is not None:
         return known
     bucket = BucketState(key, tuple(arrival.parameters), plan)
-    state.add_bucket(bucket, arrival.buffer)
+    add_bucket(state, bucket, arrival.buffer)
     if state.steps is not EAGER:
         rehearse(state, plan, arrival.buffer)
     return bucket

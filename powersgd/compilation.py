@@ -46,6 +46,10 @@ class _Compiled:
         self._compress_ = _PerShape(fused.compress_, options)
         self._project = _PerShape(fused.project, options)
         self._decompress_ = _PerShape(fused.decompress_, options)
+        self._options = options
+
+    def __reduce__(self) -> Any:  # what is compiled stays behind
+        return _Compiled, (self._options,)
 
     def compress_(self, gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
         # In blocks of products, this is faster on CPU than what Inductor generates.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from powersgd.allocation import allocate, draw_q
 from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
 from powersgd.phases import Steps
@@ -27,6 +28,8 @@ class Compression:
     buffer: Tensor  # the bucket's gradients
     flat: Tensor  # the buffer that the plan describes: the same one, or padded to a square
     matrices: list[Tensor] = field(default_factory=list)  # gradient plus residual
+    factor: float = 1.0  # by which the loss scale has changed since the last good step
+    residual: Tensor | None = None  # the old one, in this step's loss scale
     masks: list[Tensor | None] = field(default_factory=list)  # 0 where a parameter was unused
     p: list[Tensor] = field(default_factory=list)  # orthonormal
     q_local: list[Tensor] = field(default_factory=list)  # before the all-reduce
@@ -53,13 +56,17 @@ def compress(
         the plan's shared parameters were used, and whether settings have changed, flat.
     """
     plan = bucket.plan
-    state.allocate(bucket, buffer)
-    q = state.draw_q(bucket, buffer) if bucket.q is None else bucket.q
+    allocate(state, bucket, buffer)
+    q = draw_q(state, bucket, buffer) if bucket.q is None else bucket.q
     flat = buffer
     if plan.numel > buffer.numel():  # the square matrix has room to spare
         flat = torch.nn.functional.pad(buffer, (0, plan.numel - buffer.numel()))
-    compression = Compression(bucket, buffer, flat)
+    factor = state.loss_scale / bucket.settle_scale()
+    compression = Compression(bucket, buffer, flat, factor=factor)
     residuals = bucket.residual
+    if residuals is not None and factor != 1:
+        residuals = residuals * factor  # not in place: a bad step leaves the state as it was
+    compression.residual = residuals
     if plan.shared:
         _find_unused_(compression, may_be_unused)
         residuals = _without_unused(compression)
@@ -108,7 +115,7 @@ def _pay_(compression: Compression, may_be_unused: bool) -> None:
         gradient = compression.flat[sum(numels[:-1]) : sum(numels)]
         paid = _is_used(gradient) if may_be_unused else gradient.new_ones(())
         if left is not None:
-            gradient.add_(left * paid)
+            gradient.add_(left * (paid * compression.factor))
         compression.paid.append((i, gradient, paid))
 
 
@@ -119,13 +126,14 @@ def _settle_(finite: Tensor, compression: Compression) -> None:
         gradient.masked_fill_(~finite, math.nan)
         left = owed[i]
         if left is not None:
-            left.mul_(~(finite & (paid != 0)))
+            kept = torch.where(paid != 0, 0.0, compression.factor)
+            left.mul_(torch.where(finite, kept, 1.0))
             owed[i] = None if left.is_cpu and not left.any() else left
 
 
 def _without_unused(compression: Compression) -> Tensor | None:
     # In a shared matrix an unused parameter cannot be masked; it takes part with zeros.
-    residual, used = compression.bucket.residual, compression.used
+    residual, used = compression.residual, compression.used
     if residual is None or used is None or not compression.unused:
         return residual
     residual = residual.clone()
@@ -141,7 +149,7 @@ def _restore_unused_(finite: Tensor, compression: Compression, old: list[Tensor]
     if residual is None or used is None or by_any is None:
         return
     for (i, where), before in zip(compression.unused, old, strict=True):
-        settled = before * (1 - used[i]) + residual[where] * by_any[i]
+        settled = before * (compression.factor * (1 - used[i])) + residual[where] * by_any[i]
         torch.where(finite, settled, before, out=residual[where])
 
 
@@ -194,7 +202,7 @@ def project(
     epsilon = state.in_force.orthogonalization_epsilon / world_size
     factors = [group.p_block(message) for group in plan.groups]
     compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
-    old = compression.bucket.residual
+    old = compression.residual
     for i, group in enumerate(plan.groups):
         matrix, p, mask = compression.matrices[i], compression.p[i], compression.masks[i]
         q = state.steps.project(matrix, p)
@@ -248,6 +256,8 @@ def decompress_if_(
         unbatch_(flat, group, matrix)
     _restore_unused_(finite, compression, held)
     _settle_(finite, compression)
+    if compression.factor != 1:
+        bucket.rescaled = (state.loss_scale, finite)
     if flat is not buffer:
         buffer.copy_(flat[: buffer.numel()])
     if bucket.q is not None and bucket.plan.groups:
@@ -280,9 +290,8 @@ def _update_q(state: PowerSGDState, bucket: BucketState, q: Tensor, finite: Tens
         return
     # A dead row gets another random direction each step; half of its last one stays in it, so that
     # a parameter that was unused for a step keeps its warm start.
-    fresh = (bucket.q + torch.roll(bucket.spare, state.in_force.iter)) / 2
-    rows = [
-        replace_zero_rows(unit, group.q_block(fresh))
-        for unit, group in zip(units, bucket.plan.groups, strict=True)
-    ]
+    rows = []
+    for unit, group in zip(units, bucket.plan.groups, strict=True):
+        spare = torch.roll(group.q_block(bucket.spare), state.in_force.iter, -1)
+        rows.append(replace_zero_rows(unit, (group.q_block(bucket.q) + spare) / 2))
     torch.where(finite, _flatten(rows, q), bucket.q, out=bucket.q)

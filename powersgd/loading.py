@@ -22,11 +22,15 @@ FACTS = "powersgd.json"  # what a file was made for: torch version, rank and dty
 class _Loaded:
     """The phases of a ``.pt2`` file; it does not check its inputs itself, so they are here."""
 
-    def __init__(self, path: Path, facts: dict[str, Any], phases: dict[str, Any]) -> None:
+    def __init__(self, path: Path) -> None:
+        facts = _read_facts(path)
         self._path = path
         self._rank: int = facts["rank"]
         self._dtype: str = facts["dtype"]
-        self._phases: dict[str, Callable[..., Any]] = phases
+        self._phases: dict[str, Callable[..., Any]] = _load_phases(path)
+
+    def __reduce__(self) -> Any:
+        return _Loaded, (self._path,)
 
     def _fits(self, matrix: Tensor, rank: int) -> bool:
         smallest = min(matrix.shape[1:])
@@ -60,6 +64,35 @@ class _Loaded:
             self._phases["decompress_"](*one)
 
 
+class _Scripted:
+    """The phases of a TorchScript file."""
+
+    def __init__(self, path: Path) -> None:
+        _read_facts(path)
+        self._path = path
+        self._module: Any = torch.jit.load(path)  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> Any:
+        return _Scripted, (self._path,)
+
+    def orthogonalize_all(self, factors: list[Tensor], epsilon: float) -> list[Tensor]:
+        units: list[Tensor] = self._module.orthogonalize_all(factors, epsilon)
+        return units
+
+    def compress_(self, gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
+        p: Tensor = self._module.compress_(gradient, residual, q)
+        return p
+
+    def project(self, matrix: Tensor, p: Tensor) -> Tensor:
+        q: Tensor = self._module.project(matrix, p)
+        return q
+
+    def decompress_(
+        self, matrix: Tensor, residual: Tensor | None, p: Tensor, q_local: Tensor, q: Tensor
+    ) -> None:
+        self._module.decompress_(matrix, residual, p, q_local, q)
+
+
 def _apart(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     # The programs expect matrices without gaps between them: one by one, if there are some.
     if all(tensor.is_contiguous() for tensor in tensors):
@@ -89,9 +122,8 @@ def load_steps(path: str | Path) -> Steps:
         >>> state = PowerSGDState(None, steps=load_steps("steps.pt2"))  # doctest: +SKIP
     """
     path = Path(path)
-    facts = _read_facts(path)
     if path.suffix == ".pt2":
-        loaded = _Loaded(path, facts, _load_phases(path))
+        loaded = _Loaded(path)
         return EAGER._replace(
             compress_=loaded.compress_, project=loaded.project, decompress_=loaded.decompress_
         )
@@ -99,7 +131,7 @@ def load_steps(path: str | Path) -> Steps:
         raise RuntimeError(
             f"{path} is TorchScript, which Python 3.14 and newer do not support; export a .pt2 file"
         )
-    scripted = torch.jit.load(path)  # type: ignore[no-untyped-call]
+    scripted = _Scripted(path)
     return EAGER._replace(
         compress_=scripted.compress_,
         orthogonalize_all=scripted.orthogonalize_all,

@@ -1,11 +1,43 @@
 """What the parameters of one bucket carry over from step to step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from powersgd.layout import ParameterSpec
 from powersgd.plan import Plan
+
+
+@dataclass
+class Carried:
+    """What one parameter carries over to the next step, apart from any bucket.
+
+    Attributes:
+        residual: Flat, in the order of the parameter's memory.
+        q: Shape ``(r, m)``; of parameters that share one matrix, only the first has it.
+        spare: Shape of ``q``.
+        loss_scale: By which the residual is multiplied.
+        is_owed: Whether the parameter is no longer compressed: the next plain average takes its
+            residual up, if anything is left of it.
+        is_square: Whether Q belongs to a whole bucket as one square matrix.
+    """
+
+    residual: Tensor | None = None
+    q: Tensor | None = None
+    spare: Tensor | None = None
+    loss_scale: float = 1.0
+    is_owed: bool = False
+    is_square: bool = False
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing has to be carried over."""
+        return self.residual is None and self.q is None and not self.is_owed
+
+    def copy(self) -> "Carried":
+        """Return the same with tensors of its own."""
+        parts = {name: getattr(self, name) for name in ("residual", "q", "spare")}
+        return replace(self, **{name: t.clone() for name, t in parts.items() if t is not None})
 
 
 @dataclass
@@ -26,6 +58,9 @@ class BucketState:
             residual; the next plain average takes it up. On CPU None
             once nothing is left: the entry stays, equal on all ranks, which mark the parameter's
             gradient in a bad step.
+        loss_scale: By which residuals are multiplied, as the gradients were that left them.
+        rescaled: The loss scale of the last step if it was another one, and whether that step was
+            good, so that its residuals have it. Not yet asked, because the answer is on its way.
     """
 
     key: tuple[Any, ...]
@@ -35,44 +70,53 @@ class BucketState:
     q: Tensor | None = None
     spare: Tensor | None = None
     owed: dict[int, Tensor | None] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    rescaled: tuple[float, Tensor] | None = None
 
-    def is_empty(self) -> bool:
-        """Tell whether nothing has to be carried over."""
-        return self.residual is None and self.q is None and not self.owed
+    def settle_scale(self) -> float:
+        """Return the loss scale of the residuals; waits for the last step only if it changed."""
+        if self.rescaled is not None:
+            scale, was_good = self.rescaled
+            self.loss_scale = scale if was_good else self.loss_scale
+            self.rescaled = None
+        return self.loss_scale
 
+    def carried(self, parameter: Tensor) -> Carried:
+        """Return what a parameter of this bucket carries over, as views."""
+        index = self._index(parameter)
+        where, scale = self.plan.residual_slices[index], self.settle_scale()
+        q, spare = self._q_slice(self.q, index), self._q_slice(self.spare, index)
+        if where is None:
+            return Carried(self.owed.get(index), q, spare, scale, index in self.owed)
+        residual = None if self.residual is None else self.residual.narrow(0, *where)
+        return Carried(residual, q, spare, scale, is_square=self.plan.is_square)
 
-def residual_slice(bucket: BucketState, parameter: Tensor) -> Tensor | None:
-    """View a parameter's residual, flat, in the order of its memory; None if it has none."""
-    index = _index(bucket, parameter)
-    where = bucket.plan.residual_slices[index]
-    if where is None:
-        return bucket.owed.get(index)
-    return None if bucket.residual is None else bucket.residual.narrow(0, *where)
+    def take_up_(self, parameter: Tensor, carried: Carried) -> None:
+        """Copy in what a parameter has carried over, Q only if the shapes agree."""
+        index, left = self._index(parameter), carried.residual
+        where = self.plan.residual_slices[index]
+        if left is not None:
+            if left.numel() != ParameterSpec.of(parameter).numel:
+                raise ValueError(
+                    f"the state holds a residual of {left.numel()} elements for a parameter of the "
+                    f"shape {tuple(parameter.shape)}: it was copied or pickled with another model"
+                )
+            left = left * (self.settle_scale() / carried.loss_scale)
+        if where is None and (left is not None or carried.is_owed):
+            self.owed[index] = left
+        elif where is not None and left is not None and self.residual is not None:
+            self.residual.narrow(0, *where).copy_(left)
+        for flat, source in ((self.q, carried.q), (self.spare, carried.spare)):
+            target = self._q_slice(flat, index)
+            if target is not None and source is not None and source.shape == target.shape:
+                target.copy_(source)
 
+    def _index(self, parameter: Tensor) -> int:
+        return next(i for i, p in enumerate(self.parameters) if p is parameter)
 
-def _index(bucket: BucketState, parameter: Tensor) -> int:
-    return next(i for i, p in enumerate(bucket.parameters) if p is parameter)
-
-
-def _q_slice(bucket: BucketState, flat: Tensor | None, parameter: Tensor) -> Tensor | None:
-    for group in bucket.plan.groups if flat is not None else ():
-        for i, member in enumerate(group.members):
-            if bucket.parameters[member] is parameter:
-                return group.q_block(flat)[i]  # type: ignore[arg-type]
-    return None
-
-
-def carry_over(parameter: Tensor, old: BucketState, new: BucketState) -> None:
-    """Copy what a parameter has in its old bucket into its new one, Q only if the shapes agree."""
-    residual, index = residual_slice(old, parameter), _index(new, parameter)
-    was_owed = residual is not None or _index(old, parameter) in old.owed
-    if was_owed and new.plan.residual_slices[index] is None:
-        new.owed[index] = None if residual is None else residual.clone()
-    pairs = [
-        (residual, residual_slice(new, parameter)),
-        (_q_slice(old, old.q, parameter), _q_slice(new, new.q, parameter)),
-        (_q_slice(old, old.spare, parameter), _q_slice(new, new.spare, parameter)),
-    ]
-    for source, target in pairs:
-        if source is not None and target is not None and source.shape == target.shape:
-            target.copy_(source)
+    def _q_slice(self, flat: Tensor | None, index: int) -> Tensor | None:
+        for group in self.plan.groups if flat is not None else ():
+            for i, member in enumerate(group.members):
+                if member == index:
+                    return group.q_block(flat)[i]  # type: ignore[arg-type]
+        return None

@@ -16,6 +16,7 @@ from powersgd.steps import compute_p, compute_q
 
 _TILE_NUMEL = 1 << 20  # stays in the cache from one operation to the next
 _BLOCK_NUMEL = 1 << 16  # one matrix product of a batch
+_LARGEST_UNPACKED_RANK = 3  # with more rows, matrix products copy their operands into place
 
 
 def compress_(gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
@@ -32,11 +33,13 @@ def compress_(gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
         P, shape ``(b, r, n)``.
     """
     p = q.new_empty(q.size(0), q.size(1), gradient.size(1))
+    q = _aligned(q)
     for matrices, rows in _tiles(gradient):
         tile = gradient[matrices, rows]
         if residual is not None:
             tile.add_(residual[matrices, rows])
-        parts = _parts(tile.size(0), tile.size(1))
+        tile = _aligned(tile) if q.size(1) <= _LARGEST_UNPACKED_RANK else tile
+        parts = _parts(tile, tile.size(1))
         if parts == 1:
             p[matrices, :, rows] = compute_p(tile, q[matrices])
         else:
@@ -56,7 +59,11 @@ def project(matrix: Tensor, p: Tensor) -> Tensor:
     Returns:
         Q, shape ``(b, r, m)``.
     """
-    parts = _parts(matrix.size(0), matrix.size(2))
+    parts = _parts(matrix, matrix.size(2))
+    if p.size(1) <= _LARGEST_UNPACKED_RANK and not _is_aligned(p):
+        return torch.cat(
+            [compute_q(matrix[i : i + 1], _aligned(one[None])) for i, one in enumerate(p)]
+        )
     if parts == 1:
         return compute_q(matrix, p)
     columns = torch.unflatten(matrix[0], 1, (parts, -1)).transpose(0, 1)
@@ -101,9 +108,28 @@ def _block_rows(columns: int) -> int:
     return 1 << (max(1, _BLOCK_NUMEL // columns).bit_length() - 1)
 
 
-def _parts(count: int, size: int) -> int:
+def _is_aligned(matrix: Tensor) -> bool:
+    # Products of few columns are summed up in another order where memory does not begin with a
+    # whole vector. Buckets decide where it begins: a resumed run must not depend on them.
+    is_even = matrix.size(0) == 1 or matrix.stride(0) * matrix.element_size() % 64 == 0
+    return not matrix.is_cpu or (matrix.data_ptr() % 64 == 0 and is_even)
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    if _is_aligned(matrix):
+        return matrix
+    line = 64 // matrix.element_size()
+    count, rows, columns = matrix.shape
+    spacing = line * math.ceil(rows * columns / line)
+    whole = matrix.new_empty(count * spacing)
+    return whole.as_strided(matrix.shape, (spacing, columns, 1)).copy_(matrix)
+
+
+def _parts(matrix: Tensor, size: int) -> int:
     # A batch of products is spread over threads, a single thin one hardly is.
-    return math.gcd(size, 1 << (torch.get_num_threads().bit_length() - 1)) if count == 1 else 1
+    if matrix.size(0) > 1 or matrix.numel() < _BLOCK_NUMEL:
+        return 1
+    return math.gcd(size, 1 << (torch.get_num_threads().bit_length() - 1))
 
 
 def _blocks(q: Tensor, *tensors: Tensor) -> Iterator[list[Tensor]]:

@@ -84,6 +84,7 @@ class Plan:
             the order of its memory; None if it is not compressed.
         shared: ``(offset, numel)`` of each of several parameters that share one matrix, in the
             flat buffer. For each of them one element travels: whether it was used.
+        is_square: Whether the whole bucket is one square matrix.
     """
 
     numel: int
@@ -91,6 +92,7 @@ class Plan:
     spans: tuple[tuple[int, int], ...]
     residual_slices: tuple[tuple[int, int] | None, ...]
     shared: tuple[tuple[int, int], ...] = ()
+    is_square: bool = False
 
     @property
     def p_numel(self) -> int:
@@ -189,7 +191,7 @@ def make_square_plan(specs: Sequence[ParameterSpec], rank: int) -> Plan:
     groups = (Group(side, side, min(side, rank), (0,), (0,), 0),) if side else ()
     slices = tuple((o, spec.numel) for o, spec in zip(offsets, specs, strict=False))
     shared = slices if len(slices) > 1 and side else ()
-    return Plan(side * side, groups, (), slices, shared)
+    return Plan(side * side, groups, (), slices, shared, is_square=True)
 
 
 def batch(buffer: Tensor, group: Group) -> Tensor:

@@ -1,9 +1,11 @@
 """Where each parameter stands in its model: what makes random draws equal on all ranks."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
+
+Place = tuple[str, int]  # a parameter's kind, and its number among those of its kind
 
 
 class Positions:
@@ -14,7 +16,7 @@ class Positions:
     """
 
     def __init__(self) -> None:
-        self._of: dict[Tensor, tuple[str, int]] = {}
+        self._of: dict[Tensor, Place] = {}
         self.is_complete = False
 
     def knows(self, parameters: Sequence[Tensor]) -> bool:
@@ -53,6 +55,19 @@ class Positions:
         unknown = [parameter for parameter in parameters if parameter not in self._of]
         for i, parameter in enumerate(reversed(unknown)):
             self._of[parameter] = (kind, start + i)
+
+    def parameters(self) -> set[Tensor]:
+        """Return all registered parameters."""
+        return set(self._of)
+
+    def place(self, parameter: Tensor) -> Place:
+        """Return a parameter's kind and its number among those; ``("", -1)`` if not registered."""
+        return self._of.get(parameter, ("", -1))
+
+    def restore(self, places: Mapping[Tensor, Place]) -> None:
+        """Take over the places that `place` returned for the parameters of a model."""
+        self._of = {p: place for p, place in places.items() if place[1] >= 0}
+        self.is_complete = False
 
     def seed(self, parameter: Tensor, *more: int) -> int:
         """Make a seed of a parameter's position and more numbers.

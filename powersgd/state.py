@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from powersgd.layout import unflatten
-from powersgd.memory import BucketState, carry_over, residual_slice
+from powersgd.memory import BucketState, Carried
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
-from powersgd.positions import Positions
+from powersgd.positions import Place, Positions
+from powersgd.saving import Saved
 from powersgd.settings import Settings, check
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _handles = itertools.count()
 STATES: weakref.WeakValueDictionary[int, "PowerSGDState"] = weakref.WeakValueDictionary()
 
 
-class PowerSGDState:
+class PowerSGDState(Saved):
     r"""Settings and memory of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
 
     The first ten arguments have the names, order, defaults and meaning of
@@ -35,6 +35,10 @@ class PowerSGDState:
 
     The settings are attributes and may be changed in mid-run, on all ranks: they come into force at
     the second step after the change, once all ranks have agreed on them.
+
+    ``loss_scale``, another attribute, is what the gradients of this step are multiplied by; with a
+    ``torch.amp.GradScaler``, set it to ``scaler.get_scale()`` before each backward pass. Residuals
+    follow it, so that they survive its changes.
 
     Memory, from the first compressed step on: with error feedback one buffer of the size of the
     compressed gradients, with warm start twice the size of all Q.
@@ -94,6 +98,7 @@ class PowerSGDState:
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         self.iter = 0
+        self.loss_scale = 1.0
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
                 f"start_powerSGD_iter is {self.start_powerSGD_iter}, but must be >= 2 with "
@@ -104,9 +109,20 @@ class PowerSGDState:
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
+        self.handle = next(_handles)
+        STATES[self.handle] = self
+        self.reset()
+        logger.info("PowerSGD config: %s", self.settings()._asdict())
+
+    def reset(self) -> None:
+        """Forget what ranks have agreed on, the running step and all memory."""
         # What ranks have agreed on; settings that were changed since then wait for their turn.
         self.agreed: Settings | None = None
         self.agreed_group: Any = None
+        # This rank in the group that agreed, and the group's size; and the same of the group whose
+        # residuals were loaded, until ranks have agreed that this rank is the right one.
+        self.home: tuple[int, int] | None = None
+        self.origin: tuple[int, int] | None = None
         # The running step; the reduction's.
         self.in_flight: list[Any] = []
         self.change: Any = None
@@ -115,11 +131,11 @@ class PowerSGDState:
         self.last_index: float = math.inf
         # What graphs need, if the compiler traces the hook, and by which they find the state.
         self.traced: Any = None
-        self.handle = next(_handles)
-        STATES[self.handle] = self
         self.positions = Positions()
         self._buckets: dict[Tensor, BucketState] = {}
-        logger.info("PowerSGD config: %s", self.settings()._asdict())
+        # What was loaded and waits for its parameter to arrive, by parameter or by its place.
+        self.loaded: dict[Tensor, Carried] = {}
+        self.unclaimed: dict[Place, Carried] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a ValueError if it is a setting and the value is not allowed."""
@@ -143,13 +159,15 @@ class PowerSGDState:
         """Tell whether what ranks must agree on was set since they agreed."""
         return self.settings() != self.agreed or self.process_group is not self.agreed_group
 
-    def adopt(self, settings: Settings) -> None:
+    def adopt(self, settings: Settings, home: tuple[int, int]) -> None:
         """Take over what ranks have agreed on; memory that it switches off is dropped.
 
         Args:
             settings: The settings of the steps to come.
+            home: This rank in the process group, and the group's size.
         """
         self.agreed, self.agreed_group = settings, self.process_group
+        self.home, self.origin = home, None
         for bucket in self._buckets.values():
             if not settings.use_error_feedback:
                 bucket.residual, bucket.owed = None, {}
@@ -216,6 +234,8 @@ class PowerSGDState:
     def residual(self, parameter: Tensor) -> Tensor | None:
         """Return a copy of what this rank still owes to a parameter's gradient.
 
+        Like the gradient, it is multiplied by `loss_scale`.
+
         Args:
             parameter: A parameter of the model that this state serves.
 
@@ -223,9 +243,11 @@ class PowerSGDState:
             Shape and strides of ``parameter``; None if the parameter has no residual (not
             compressed, no error feedback, or no compressed step yet).
         """
-        bucket = self._buckets.get(parameter)
-        flat = None if bucket is None else residual_slice(bucket, parameter)
-        return None if flat is None else unflatten(flat, parameter).clone()
+        carried = self.carried(parameter)
+        if carried.residual is None:
+            return None
+        flat = carried.residual * (self.loss_scale / carried.loss_scale)
+        return unflatten(flat, parameter)
 
     def find_bucket(self, parameters: Sequence[Tensor], key: tuple[Any, ...]) -> BucketState | None:
         """Look up the bucket of exactly these parameters under exactly this key."""
@@ -235,65 +257,23 @@ class PowerSGDState:
         same = all(a is b for a, b in zip(bucket.parameters, parameters, strict=True))
         return bucket if same else None
 
-    def add_bucket(self, bucket: BucketState, like: Tensor) -> None:
-        """Take in a new bucket; its parameters bring along what they had in their old buckets.
+    def carried(self, parameter: Tensor) -> Carried:
+        """Return what a parameter carries over, from wherever it is now."""
+        if parameter in self.loaded:
+            return self.loaded[parameter]
+        unclaimed = self.unclaimed.get(self.positions.place(parameter))
+        if unclaimed is not None:
+            return unclaimed
+        bucket = self._buckets.get(parameter)
+        return Carried() if bucket is None else bucket.carried(parameter)
 
-        Args:
-            bucket: The new bucket, without memory.
-            like: A tensor of the dtype and device that its memory gets.
-        """
-        old = [self._buckets.get(parameter) for parameter in bucket.parameters]
-        if any(o is not None and not o.is_empty() for o in old):
-            self.allocate(bucket, like)
-            for parameter, source in zip(bucket.parameters, old, strict=True):
-                if source is not None:
-                    carry_over(parameter, source, bucket)
+    def served(self) -> set[Tensor]:
+        """Return all parameters that this state knows of."""
+        return {*self.positions.parameters(), *self._buckets, *self.loaded}
+
+    def place_bucket(self, bucket: BucketState) -> None:
+        """Take in a bucket that holds all that its parameters carry over."""
         for parameter in bucket.parameters:
             self._buckets[parameter] = bucket
-
-    def allocate(self, bucket: BucketState, like: Tensor) -> None:
-        """Create what the settings ask for and the bucket does not have yet.
-
-        Args:
-            bucket: A bucket of this state.
-            like: A tensor of the dtype and device to use.
-        """
-        settings = self.in_force
-        if settings.use_error_feedback and bucket.residual is None:
-            bucket.residual = like.new_zeros(bucket.plan.residual_numel)
-        if settings.warm_start and bucket.q is None:
-            bucket.q = self.draw_q(bucket, like)
-            bucket.spare = bucket.q.clone()
-
-    def draw_q(self, bucket: BucketState, like: Tensor) -> Tensor:
-        """Draw a random, orthonormal Q, the same on all ranks, without touching a global generator.
-
-        The seed is made of the random seed, the step and the parameter's position in the model, so
-        that neither the order of the buckets nor their number matters.
-
-        Args:
-            bucket: A bucket of this state.
-            like: A tensor of the dtype and device to use.
-
-        Returns:
-            Shape ``(bucket.plan.q_numel,)``.
-        """
-        if not bucket.plan.groups:
-            return like.new_empty(0)
-        settings = self.in_force
-        # A graph's Q is drawn ahead of time.
-        step = max(settings.iter, settings.start_powerSGD_iter)
-        factors = []
-        for group in bucket.plan.groups:
-            draws = []
-            for member in group.members:
-                seed = self.positions.seed(bucket.parameters[member], settings.random_seed, step)
-                generator = torch.Generator("cpu").manual_seed(seed)
-                shape = (group.rank, group.m)
-                draws.append(torch.randn(shape, generator=generator, device="cpu"))
-            stack = torch.stack(draws)
-            # From pageable memory, the host would wait for the copy.
-            stack = stack.pin_memory() if like.is_cuda else stack
-            factors.append(stack.to(like, non_blocking=True))
-        units = self.steps.orthogonalize_all(factors, settings.orthogonalization_epsilon)
-        return torch.cat([unit.flatten() for unit in units])
+            self.loaded.pop(parameter, None)
+            self.unclaimed.pop(self.positions.place(parameter), None)

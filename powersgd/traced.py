@@ -23,7 +23,8 @@ from torch._guards import TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
-from powersgd.arrival import common_facts, find_group, require_same_group
+from powersgd.allocation import add_bucket, allocate
+from powersgd.arrival import common_facts, find_group, require_home, require_same_group
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
 from powersgd.orthogonalization import orthogonalize
@@ -127,6 +128,7 @@ def _prepare(
                 "models; make a new PowerSGDState for each"
             )
         require_same_group(state, process_group)
+        require_home(state, process_group)
         if not settings.warm_start:
             raise ValueError("warm_start is False, but must be True with DDP's python_reducer")
         return {
@@ -139,8 +141,8 @@ def _prepare(
     for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
         state.positions.register([p for p in parameters if str(p.dtype) == kind], kind)
     if state.traced is None:
-        state.adopt(settings)
-        group = find_group(state.agreed_group)
+        group = find_group(state.process_group)
+        state.adopt(settings, (group.rank(), group.size()))
         state.traced = TracedState(
             state,
             group,
@@ -162,8 +164,8 @@ def _add_bucket(
     )
     bucket = BucketState(("traced",), (parameter,), plan)
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-    state.add_bucket(bucket, real)
-    state.allocate(bucket, real)
+    add_bucket(state, bucket, real)
+    allocate(state, bucket, real)
     return bucket, tuple(memory_order(spec))
 
 

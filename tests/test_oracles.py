@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
+from powersgd.allocation import draw_q
 from powersgd.memory import BucketState
 
 from .ranks import run_ranks
@@ -34,18 +36,16 @@ class Linear(nn.Module):
         return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
 
 
-class TorchDraws(powersgd.PowerSGDState):
-    """Our state, with the random Q that torch's hook draws."""
-
-    def draw_q(self, bucket: BucketState, like: Tensor) -> Tensor:
-        if not hasattr(self, "rng"):
-            self.rng = np.random.RandomState(self.random_seed)
-        torch.manual_seed(self.rng.randint(1_000_000_000))
-        factors = [  # torch's hook, too, goes through the matrices shape by shape
-            torch.stack([torch.randn(g.m, g.rank, dtype=like.dtype).T for _ in g.members])
-            for g in bucket.plan.groups
-        ]
-        return torch.cat([f.flatten() for f in self.steps.orthogonalize_all(factors, 0.0)])
+def _torch_draws(state: Any, bucket: BucketState, like: Tensor) -> Tensor:
+    """The random Q that torch's hook draws."""
+    if not hasattr(state, "rng"):
+        state.rng = np.random.RandomState(state.random_seed)
+    torch.manual_seed(state.rng.randint(1_000_000_000))
+    factors = [  # torch's hook, too, goes through the matrices shape by shape
+        torch.stack([torch.randn(g.m, g.rank, dtype=like.dtype).T for _ in g.members])
+        for g in bucket.plan.groups
+    ]
+    return torch.cat([f.flatten() for f in state.steps.orthogonalize_all(factors, 0.0)])
 
 
 def _gradients(rank: int, step: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -78,7 +78,11 @@ def _against_torch(rank: int, r: int, error_feedback: bool, warm_start: bool) ->
         "warm_start": warm_start,
     }
     expected = _train(theirs.PowerSGDState(None, **settings), theirs.powerSGD_hook, batches)
-    actual = _train(TorchDraws(None, **settings), powersgd.powerSGD_hook, batches)
+    with (
+        mock.patch("powersgd.allocation.draw_q", _torch_draws),
+        mock.patch("powersgd.compression.draw_q", _torch_draws),
+    ):
+        actual = _train(powersgd.PowerSGDState(None, **settings), powersgd.powerSGD_hook, batches)
     worst = 0.0
     for a, e in zip(actual, expected, strict=True):
         for x, y in zip(a, e, strict=True):
@@ -120,7 +124,7 @@ def _against_paper(
 
 def _first_q(state: powersgd.PowerSGDState, parameter: Tensor, r: int) -> Tensor:
     bucket = state._buckets[parameter]
-    q = state.draw_q(bucket, parameter.detach())
+    q = draw_q(state, bucket, parameter.detach())
     for group in bucket.plan.groups:
         for i, member in enumerate(group.members):
             if bucket.parameters[member] is parameter:

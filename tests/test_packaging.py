@@ -21,16 +21,19 @@ LAYERS = (
     ("compilation", "loading"),
     ("plan", "settings"),
     ("memory",),
+    ("entries",),
+    ("saving",),
     ("state",),
+    ("allocation",),
     ("compression", "agreement"),
     ("arrival",),
     ("reduction",),
-    ("traced",),
+    ("traced", "sharing"),
     ("ddp",),
     ("__init__",),
 )
 APPLICATION = ("demo", "report", "cli", "__main__")
-MAY_IMPORT_DISTRIBUTED = {"agreement", "arrival", "reduction", "traced", "ddp", "demo"}
+MAY_IMPORT_DISTRIBUTED = {"agreement", "arrival", "reduction", "traced", "sharing", "ddp", "demo"}
 
 
 def _imports(path: Path) -> set[str]:

@@ -1,0 +1,210 @@
+"""A state as plain data: by parameter name for checkpoints, by place in the model for pickle."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from powersgd.entries import find_entry_problems, pack, unpack
+from powersgd.settings import Settings
+
+logger = logging.getLogger("powersgd.state")
+
+FORMAT = "powersgd.PowerSGDState 1"
+SHARED = -1  # in the place of a rank: the residuals are means over ranks, which fit any of them
+COUNTERS = (
+    "iter",
+    "next_stats_report",
+    "total_numel_before_compression",
+    "total_numel_after_compression",
+)
+# What decides which parameters have a memory and of what shape.
+SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
+_FOREIGN = (
+    "it must come from powersgd (torch's own PowerSGDState keeps its memory by bucket number, "
+    "which cannot be taken over: start with a new powersgd.PowerSGDState, which warms up again)"
+)
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Name a model's parameters alike, whatever it is wrapped in.
+
+    Args:
+        module: The model, or a DDP model or a compiled module around it.
+
+    Returns:
+        The parameters by name, tied ones once.
+    """
+    inner: Any = module
+    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
+    return {name.replace("_orig_mod.", ""): p for name, p in inner.named_parameters()}
+
+
+class Saved:
+    """What `powersgd.PowerSGDState` does to outlive its process."""
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return all that this rank needs to go on exactly from here.
+
+        The residuals are this rank's own: save one file per rank, or use
+        `powersgd.shared_state_dict`.
+        Settings that were set but are not in force yet are not in it.
+
+        Args:
+            module: The model that this state serves, or a DDP or compiled module around it.
+
+        Returns:
+            Numbers, strings and copies of tensors in nested dicts, keyed by parameter name, which
+            ``torch.load`` reads with ``weights_only=True``.
+
+        Raises:
+            ValueError: If the state serves parameters that ``module`` does not have.
+
+        Example:
+            >>> import powersgd, torch
+            >>> module = torch.nn.Linear(2, 2)
+            >>> powersgd.PowerSGDState(None).state_dict(module)["iter"]
+            0
+        """
+        return _pack(self, module)
+
+    def load_state_dict(self, saved: Mapping[str, Any], module: nn.Module) -> None:
+        """Go on exactly from where `state_dict` was called; on all ranks before the same step.
+
+        The settings stay as they were given to the constructor.
+
+        Args:
+            saved: What `state_dict` returned on this rank of a group of this size, or what
+                `powersgd.shared_state_dict` returned anywhere. Not changed, and not kept.
+            module: The model, or a DDP or compiled module around it.
+
+        Raises:
+            RuntimeError: If a compiled backward already holds the state's memory.
+            ValueError: If anything is missing, unexpected or does not fit; names all of it, and
+                nothing is loaded. On all ranks in the next step, if one of them was given the
+                residuals of another rank.
+        """
+        _load(self, saved, module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and deepcopy keep: all but the process group.
+
+        Memory is kept by the parameters' places in the model; the next model takes it up.
+        """
+        return _freeze(self)
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned, with the default process group.
+
+        Raises:
+            ValueError: If it was made by another class, such as torch's `PowerSGDState`.
+        """
+        _thaw(self, saved)
+
+
+def _pack(state: Any, module: nn.Module) -> dict[str, Any]:
+    names = named_parameters(module)
+    foreign = len(state.served() - set(names.values()))
+    if foreign:
+        raise ValueError(
+            f"the state serves {foreign} parameters that this module does not have; give the model "
+            "whose DDP wrapper has the hook"
+        )
+    rank, world_size = state.home or state.origin or (SHARED, 1)
+    served = state.served()
+    return {
+        "format": FORMAT,
+        **{name: getattr(state, name) for name in COUNTERS},
+        "rank": rank,
+        "world_size": world_size,
+        "settings": state.in_force._asdict(),
+        "parameters": {
+            name: pack(parameter, state.positions.place(parameter), state.carried(parameter))
+            for name, parameter in names.items()
+            if parameter.requires_grad or parameter in served
+        },
+    }
+
+
+def _load(state: Any, saved: Mapping[str, Any], module: nn.Module) -> None:
+    if state.traced is not None:
+        raise RuntimeError("load_state_dict must come before the first compiled backward pass")
+    names = named_parameters(module)
+    problems = _find_problems(saved, names, state.settings())
+    if problems:
+        raise ValueError(f"cannot load this PowerSGDState: {'; '.join(problems)}")
+    entries = {names[name]: entry for name, entry in saved["parameters"].items()}
+    loaded = {parameter: unpack(parameter, entry) for parameter, entry in entries.items()}
+    state.reset()
+    state.loaded = loaded
+    state.positions.restore({p: (e["kind"], e["position"]) for p, e in entries.items()})
+    for name in COUNTERS:
+        setattr(state, name, saved[name])
+    if saved["rank"] != SHARED and any(c.residual is not None for c in loaded.values()):
+        state.origin = (saved["rank"], saved["world_size"])
+
+
+def _freeze(state: Any) -> dict[str, Any]:
+    if state.process_group is not None:
+        logger.warning(
+            "The process group is not part of a pickled or copied PowerSGDState: set "
+            "state.process_group before the next step if it is not the default group."
+        )
+    attributes = (*Settings._fields, *COUNTERS, "compression_stats_logging_frequency", "loss_scale")
+    memory = {state.positions.place(p): state.carried(p) for p in state.positions.parameters()}
+    return {
+        "format": FORMAT,
+        "steps": state.steps,
+        "attributes": {name: getattr(state, name) for name in attributes},
+        "home": state.home or state.origin,
+        "memory": {place: carried.copy() for place, carried in (state.unclaimed | memory).items()},
+    }
+
+
+def _thaw(state: Any, saved: Mapping[str, Any]) -> None:
+    if saved.get("format") != FORMAT:
+        raise ValueError(f"{_FOREIGN}, but it is {saved.get('format')!r}")
+    state.__init__(None, steps=saved["steps"])
+    for name, value in saved["attributes"].items():
+        setattr(state, name, value)
+    state.unclaimed = dict(saved["memory"])
+    if any(carried.residual is not None for carried in state.unclaimed.values()):
+        state.origin = saved["home"]
+
+
+def _find_problems(
+    saved: Any, parameters: Mapping[str, nn.Parameter], settings: Settings
+) -> list[str]:
+    # One clause for each thing that keeps saved data from being taken over.
+    if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
+        kind = saved.get("format") if isinstance(saved, Mapping) else type(saved)
+        return [f"{_FOREIGN}, but it is {kind!r}"]
+    counts = (*COUNTERS, "rank", "world_size")
+    missing = [k for k in (*counts, "settings", "parameters") if k not in saved]
+    if missing:
+        return [f"missing {k}" for k in missing]
+    wrong = [k for k in counts if type(saved[k]) is not int]
+    wrong += [k for k in ("settings", "parameters") if not isinstance(saved[k], Mapping)]
+    if wrong:
+        return [f"{k} is {saved[k]!r}" for k in wrong]
+    return [*_differences(saved["settings"], settings), *_misfits(saved, parameters)]
+
+
+def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
+    for name in SHAPING:
+        then, now = saved.get(name), getattr(settings, name)
+        if then != now:
+            yield f"{name} was {then!r} when it was saved and is {now!r} now"
+
+
+def _misfits(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    entries = saved["parameters"]
+    yield from (f"unexpected {name}" for name in entries if name not in parameters)
+    for name, parameter in parameters.items():
+        if name in entries:
+            rank = saved["settings"].get("matrix_approximation_rank")
+            yield from find_entry_problems(name, entries[name], parameter, rank)
+        elif parameter.requires_grad and entries:
+            yield f"missing {name}"

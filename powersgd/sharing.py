@@ -1,0 +1,127 @@
+"""Checkpoints that several ranks write: one file for all, or torch.distributed.checkpoint."""
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from powersgd.agreement import require_agreement
+from powersgd.arrival import find_group
+from powersgd.saving import SHARED, named_parameters
+from powersgd.state import PowerSGDState
+
+
+def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]:
+    """Return what any rank of any group can go on from: the residuals are the mean over ranks.
+
+    If every rank starts with the mean residual, the next update is the same (to rounding) as with
+    each rank's own, and nothing is lost when the number of ranks changes. A collective: all ranks
+    of the group call it between two steps; one of them saves the result.
+
+    Args:
+        state: The state.
+        module: The model that it serves, or a DDP or compiled module around it.
+
+    Returns:
+        See `PowerSGDState.state_dict`; equal on all ranks.
+
+    Raises:
+        RuntimeError: If there is no process group, or a collective fails.
+        ValueError: On all ranks, if the state of any of them serves other parameters than
+            ``module`` has, or if ranks differ in what they hold.
+
+    Example:
+        >>> saved = shared_state_dict(state, ddp_model)  # doctest: +SKIP
+        >>> if dist.get_rank() == 0:  # doctest: +SKIP
+        ...     torch.save(saved, "powersgd.pt")
+    """
+    group = find_group(state.process_group)
+    saved: dict[str, Any] = {}
+
+    def collect() -> dict[str, Any]:
+        saved.update(state.state_dict(module))
+        names = named_parameters(module)
+        for name, entry in saved["parameters"].items():
+            if entry["is_owed"] and "residual" not in entry:  # this rank owes nothing any more
+                entry["residual"] = torch.zeros_like(names[name])
+                entry["tensors"] = f"residual {entry['tensors']}".strip()
+        saved["rank"] = SHARED
+        numbers = {k: v for k, v in saved.items() if isinstance(v, int | str)}
+        entries = {
+            name: [v for v in entry.values() if not isinstance(v, Tensor)]
+            for name, entry in saved["parameters"].items()
+        }
+        return {**numbers, **saved["settings"], "the saved parameters": entries}
+
+    device = next(module.parameters()).device
+    require_agreement(collect, group, device)
+    for entry in saved["parameters"].values():
+        if "residual" in entry:
+            entry["residual"] = _mean(entry["residual"], group)
+    return saved
+
+
+def _mean(residual: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # In single precision at least: these are small numbers, to be divided further.
+    wide = torch.promote_types(residual.dtype, torch.float32)
+    total = residual.to(wide) / group.size()
+    dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group)
+    return total.to(residual.dtype)
+
+
+class Checkpoint:
+    """A state beside model and optimizer in ``torch.distributed.checkpoint``.
+
+    Each rank's residuals lie under a key with its rank, so that no rank gets those of another; or
+    all ranks share their mean, and the checkpoint fits any number of ranks.
+
+    Args:
+        state: The state.
+        module: The model that it serves, or a DDP or compiled module around it.
+        shared: Save `shared_state_dict`; when loading, expect it.
+
+    References:
+        ``torch.distributed.checkpoint.stateful.Stateful``.
+
+    Example:
+        >>> everything = {"model": model, "powersgd": Checkpoint(state, model)}  # doctest: +SKIP
+        >>> dcp.save(everything, checkpoint_id="step_1000")  # doctest: +SKIP
+    """
+
+    def __init__(self, state: PowerSGDState, module: nn.Module, *, shared: bool = False) -> None:
+        self._state, self._module, self._shared = state, module, shared
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state as bytes under one key; of a shared state, a collective.
+
+        Bytes, because what a new state holds does not tell which tensors will be loaded.
+
+        Returns:
+            What ``torch.save`` makes of the state.
+
+        Raises:
+            RuntimeError: See `shared_state_dict`.
+            ValueError: See `shared_state_dict`.
+        """
+        make = shared_state_dict if self._shared else PowerSGDState.state_dict
+        file = io.BytesIO()
+        torch.save(make(self._state, self._module), file)
+        return {self._key(): file.getvalue()}
+
+    def load_state_dict(self, saved: dict[str, bytes]) -> None:
+        """Load what `state_dict` returned.
+
+        Args:
+            saved: The bytes under this rank's key.
+
+        Raises:
+            RuntimeError: See `PowerSGDState.load_state_dict`.
+            ValueError: See `PowerSGDState.load_state_dict`.
+        """
+        file = io.BytesIO(saved[self._key()])
+        self._state.load_state_dict(torch.load(file, map_location="cpu"), self._module)
+
+    def _key(self) -> str:
+        return "shared" if self._shared else f"rank{find_group(self._state.process_group).rank()}"
