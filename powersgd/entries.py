@@ -67,7 +67,7 @@ def unpack(parameter: Tensor, entry: Mapping[str, Any]) -> Carried:
     )
 
 
-def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: Any) -> Iterator[str]:
+def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> Iterator[str]:
     """Look for everything that is wrong with a parameter's entry.
 
     Args:
@@ -114,12 +114,12 @@ def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: Any) -> 
 
 
 def _expected_shape(
-    part: str, entry: Mapping[str, Any], parameter: Tensor, rank: Any
+    part: str, entry: Mapping[str, Any], parameter: Tensor, rank: int
 ) -> tuple[int, ...]:
     if part == "residual":
         return tuple(parameter.shape)
     shape = matrix_shape(ParameterSpec.of(parameter))
     if entry["is_square"] or shape is None:  # of a whole bucket: DDP decides how wide it is
-        columns = entry[part].shape[-1:]
+        columns = entry[part].shape[-1:] or (0,)
         return (min(rank, *columns), *columns)
     return min(rank, *shape), shape[1]

@@ -189,7 +189,11 @@ def _find_problems(
     wrong += [k for k in ("settings", "parameters") if not isinstance(saved[k], Mapping)]
     if wrong:
         return [f"{k} is {saved[k]!r}" for k in wrong]
-    return [*_differences(saved["settings"], settings), *_misfits(saved, parameters)]
+    rank = settings.matrix_approximation_rank
+    if type(saved["settings"].get("matrix_approximation_rank")) is int:
+        rank = saved["settings"]["matrix_approximation_rank"]
+    entries = saved["parameters"]
+    return [*_differences(saved["settings"], settings), *_misfits(entries, parameters, rank)]
 
 
 def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
@@ -199,12 +203,12 @@ def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
             yield f"{name} was {then!r} when it was saved and is {now!r} now"
 
 
-def _misfits(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    entries = saved["parameters"]
+def _misfits(
+    entries: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], rank: int
+) -> Iterator[str]:
     yield from (f"unexpected {name}" for name in entries if name not in parameters)
     for name, parameter in parameters.items():
         if name in entries:
-            rank = saved["settings"].get("matrix_approximation_rank")
             yield from find_entry_problems(name, entries[name], parameter, rank)
         elif parameter.requires_grad and entries:
             yield f"missing {name}"

@@ -262,6 +262,9 @@ def _damage(saved: dict[str, Any]) -> list[str]:
     entries["2.weight"]["spare"] = entries["2.weight"]["spare"].double()
     entries["2.weight"]["q"] = entries["2.weight"]["q"][:1]
     entries["2.weight"]["more"] = 1
+    entries["0.bias"]["loss_scale"] = 0.0
+    entries["2.bias"] = 3
+    entries["4.bias"]["position"] = "first"
     entries["5.weight"]["residual"][0, 0] = torch.nan
     return [
         "unexpected 4.residual",
@@ -270,6 +273,9 @@ def _damage(saved: dict[str, Any]) -> list[str]:
         "2.weight.residual has the shape (5, 32), expected (32, 32)",
         "2.weight.spare is torch.float64, expected torch.float32",
         "2.weight.q has the shape (1, 32), expected (2, 32)",
+        "0.bias.loss_scale is 0.0",
+        "2.bias is <class 'int'>",
+        "4.bias.position is 'first'",
         "unexpected 2.weight.more",
         "5.weight.residual is not finite",
     ]
@@ -282,9 +288,11 @@ def test_all_that_is_wrong_is_named_and_nothing_is_loaded() -> None:
     saved = run.state.state_dict(run.ddp)
     expected = _damage(saved)
     saved["settings"]["warm_start"] = False
+    del saved["settings"]["matrix_approximation_rank"]
     with pytest.raises(ValueError, match="cannot load") as error:
         run.state.load_state_dict(saved, run.ddp)
-    for clause in [*expected, "warm_start was False when it was saved and is True now"]:
+    missing = "matrix_approximation_rank was None when it was saved and is 2 now"
+    for clause in [*expected, missing, "warm_start was False when it was saved and is True now"]:
         assert clause in str(error.value)
     after = run.outcome()
     assert after["iter"] == before["iter"]
