@@ -144,9 +144,13 @@ def _without_unused(compression: Compression) -> Tensor | None:
 
 def _restore_unused_(finite: Tensor, compression: Compression, old: list[Tensor]) -> None:
     # The factors spill into unused parameters. If any rank used it, DDP takes the average, and what
-    # this rank gave is settled like any other; else DDP throws it away, and nothing was given.
+    # this rank gave is settled like any other; else the average is zero, and nothing was given.
     residual, used, by_any = compression.bucket.residual, compression.used, compression.used_by_any
-    if residual is None or used is None or by_any is None:
+    if used is None or by_any is None:
+        return
+    for i, where in compression.unused:
+        compression.flat[where] *= by_any[i]
+    if residual is None:
         return
     for (i, where), before in zip(compression.unused, old, strict=True):
         settled = before * (compression.factor * (1 - used[i])) + residual[where] * by_any[i]

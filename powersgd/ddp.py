@@ -178,7 +178,8 @@ def _describe(
         bucket.buffer(),
         parameters,
         find_group(state.process_group) if ddp is None else ddp.process_group,
-        is_first=state.last_index == math.inf if is_alone else is_first,
+        # A backward that was aborted may have left its last bucket's number.
+        is_first=is_new or (state.last_index == math.inf if is_alone else is_first),
         is_last=bucket.is_last() or is_alone,
         is_new=is_new,
         is_square=is_square,

@@ -43,7 +43,7 @@ def pack(parameter: Tensor, place: tuple[str, int], carried: Carried) -> dict[st
 
 
 def unpack(parameter: Tensor, entry: Mapping[str, Any]) -> Carried:
-    """Read a parameter's entry, which `find_problems` has found right.
+    """Read a parameter's entry, in which `find_entry_problems` finds nothing.
 
     Args:
         parameter: The parameter.

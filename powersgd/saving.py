@@ -20,7 +20,7 @@ COUNTERS = (
     "total_numel_after_compression",
 )
 # What decides which parameters have a memory and of what shape.
-SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
+_SHAPING = ("matrix_approximation_rank", "min_compression_rate", "use_error_feedback", "warm_start")
 _FOREIGN = (
     "it must come from powersgd (torch's own PowerSGDState keeps its memory by bucket number, "
     "which cannot be taken over: start with a new powersgd.PowerSGDState, which warms up again)"
@@ -60,7 +60,8 @@ class Saved:
             ``torch.load`` reads with ``weights_only=True``.
 
         Raises:
-            ValueError: If the state serves parameters that ``module`` does not have.
+            ValueError: If the state serves parameters that ``module`` does not have, or was copied
+                or unpickled and has made no step since.
 
         Example:
             >>> import powersgd, torch
@@ -105,15 +106,19 @@ class Saved:
 
 
 def _pack(state: Any, module: nn.Module) -> dict[str, Any]:
-    names = named_parameters(module)
-    foreign = len(state.served() - set(names.values()))
+    if state.unclaimed:
+        raise ValueError(
+            "a copied or pickled PowerSGDState takes up its memory in its first step: call "
+            "state_dict after that"
+        )
+    names, served = named_parameters(module), state.served()
+    foreign = len(served - set(names.values()))
     if foreign:
         raise ValueError(
             f"the state serves {foreign} parameters that this module does not have; give the model "
             "whose DDP wrapper has the hook"
         )
     rank, world_size = state.home or state.origin or (SHARED, 1)
-    served = state.served()
     return {
         "format": FORMAT,
         **{name: getattr(state, name) for name in COUNTERS},
@@ -197,7 +202,7 @@ def _find_problems(
 
 
 def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
-    for name in SHAPING:
+    for name in _SHAPING:
         then, now = saved.get(name), getattr(settings, name)
         if then != now:
             yield f"{name} was {then!r} when it was saved and is {now!r} now"

@@ -66,7 +66,7 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
 def _mean(residual: Tensor, group: dist.ProcessGroup) -> Tensor:
     # In single precision at least: these are small numbers, to be divided further.
     wide = torch.promote_types(residual.dtype, torch.float32)
-    total = residual.to(wide) / group.size()
+    total = (residual.to(wide) / group.size()).contiguous()
     dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group)
     return total.to(residual.dtype)
 

@@ -274,6 +274,8 @@ class PowerSGDState(Saved):
     def place_bucket(self, bucket: BucketState) -> None:
         """Take in a bucket that holds all that its parameters carry over."""
         for parameter in bucket.parameters:
+            if parameter in self._buckets:
+                self._buckets[parameter].key = ()  # no longer up to date: must not be found again
             self._buckets[parameter] = bucket
             self.loaded.pop(parameter, None)
             self.unclaimed.pop(self.positions.place(parameter), None)

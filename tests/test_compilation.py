@@ -1,5 +1,8 @@
 """compile_steps: equal to the eager steps, compiled once, before compression starts."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -72,3 +75,12 @@ def test_without_a_compiler_it_warns_and_returns_the_eager_steps() -> None:
         pytest.warns(UserWarning, match="eager steps, because torch.compile failed"),
     ):
         assert powersgd.compile_steps() is powersgd.EAGER
+
+
+def test_a_state_with_compiled_steps_can_be_copied_and_pickled() -> None:
+    state = powersgd.PowerSGDState(None, steps=powersgd.compile_steps())
+    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        matrix, p = torch.randn(1, N, M), torch.randn(1, 2, N)
+        assert_close(copied.steps.project(matrix, p), powersgd.EAGER.project(matrix, p))
+        assert copied.steps.decompress_.__self__ is copied.steps.project.__self__
+        assert copied.steps.decompress_.__self__ is not state.steps.project.__self__

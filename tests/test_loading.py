@@ -1,6 +1,8 @@
 """Steps from files: every kind equals the eager steps, and says so if it does not fit."""
 
+import copy
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -79,6 +81,17 @@ def test_training_with_loaded_steps_equals_eager(files: dict[Format, Path], kind
         for mine, first, right in zip(loaded, ranks[0][0], eager, strict=True):
             assert torch.equal(mine, first)
             assert_close(mine, right, scale=10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_with_loaded_steps_can_be_copied_and_pickled(
+    files: dict[Format, Path], kind: Format
+) -> None:
+    state = powersgd.PowerSGDState(None, steps=powersgd.load_steps(files[kind]))
+    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        matrix, p = torch.randn(1, 30, 20), torch.randn(1, 2, 30)
+        assert_close(copied.steps.project(matrix, p), powersgd.EAGER.project(matrix, p))
+        assert copied.steps.project.__self__ is not state.steps.project.__self__
 
 
 @pytest.mark.parametrize("kind", [Format.EXPORT, Format.AOTI])

@@ -244,8 +244,9 @@ def test_dcp_saves_and_loads_the_state(tmp_path: Path, how: str) -> None:
         own = [residual for residual in e["residuals"] if residual is not None]
         for one, other in zip(held, mean if how == "shared" else own, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
-    with pytest.raises(RankError, match=r"rank2|rank 0 of 2"):
-        run_ranks(_dcp_load, 3, tmp_path, False)
+    if how == "plain":
+        with pytest.raises(RankError, match=r"Missing key.*rank2"):
+            run_ranks(_dcp_load, 3, tmp_path, False)
 
 
 @pytest.fixture
@@ -337,6 +338,13 @@ def test_a_file_loads_whatever_the_model_is_wrapped_in(tmp_path: Path) -> None:
     (tmp_path / "state.pt").write_bytes(truncated)
     with pytest.raises((RuntimeError, OSError)):
         torch.load(tmp_path / "state.pt")
+
+
+@pytest.mark.usefixtures("group")
+def test_an_unpickled_state_is_not_saved_before_it_has_its_memory() -> None:
+    run = Run().train(0, STOP)
+    with pytest.raises(ValueError, match="takes up its memory in its first step"):
+        copy.deepcopy(run.state).state_dict(run.ddp)
 
 
 @pytest.mark.usefixtures("group")
