@@ -352,3 +352,54 @@ def test_a_model_that_the_state_does_not_serve_is_refused() -> None:
     run = Run().train(0, STOP)
     with pytest.raises(ValueError, match="the state serves 8 parameters that this module"):
         run.state.state_dict(nn.Linear(2, 2))
+
+
+def _odd_model() -> nn.ParameterList:
+    torch.manual_seed(0)
+    return nn.ParameterList(
+        [
+            nn.Parameter(torch.randn(20, 30).t()),
+            nn.Parameter(torch.randn(16, 8, 3, 3).to(memory_format=torch.channels_last)),
+            nn.Parameter(torch.randn(20, 15, dtype=torch.complex64)),
+            nn.Parameter(torch.randn(24, 24, dtype=torch.bfloat16)),
+            nn.Parameter(torch.randn(40, 9)),  # compressed no longer, once the rate is 5
+        ]
+    )
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_of_every_kind_go_through_a_file(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = _odd_model()
+
+        def forward(self) -> Tensor:
+            return sum(w.abs().float().square().sum() for w in self.weights)
+
+    def wrap(rate: float) -> tuple[Odd, Any, Any]:
+        model = Odd()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
+        state = powersgd.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=rate)
+        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+        return model, ddp, state
+
+    model, ddp, state = wrap(1.0)
+    for _ in range(4):
+        ddp().backward()
+    state.min_compression_rate = 5
+    ddp().backward()
+    (ddp() * torch.inf).backward()  # a bad step: what is owed is not paid
+    saved = state.state_dict(ddp)
+    assert [entry["is_owed"] for entry in saved["parameters"].values()] == [0, 0, 0, 0, 1]
+    torch.save(saved, tmp_path / "state.pt")
+
+    other, _, loaded = wrap(5.0)
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt"), other)
+    for mine, theirs_ in zip(other.weights, model.weights, strict=True):
+        left, right = loaded.residual(mine), state.residual(theirs_)
+        assert left is not None
+        assert right is not None
+        assert right.any()
+        assert torch.equal(left, right)
+        assert left.stride() == right.stride()
