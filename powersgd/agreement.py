@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from powersgd.collectives import all_gather
+
 _ERROR = "error"
 
 
@@ -55,23 +57,20 @@ def _gather(
     text = json.dumps(facts).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
     mine = torch.tensor([digest, len(text)], dtype=torch.int64, device=device)
-    digests, lengths = torch.stack(_all_gather(mine, group)).T.tolist()
+    digests, lengths = torch.stack(all_gather(mine, group)).T.tolist()
     if len(set(digests)) == 1:
         return []
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = _all_gather(padded.to(device), group)
+    texts = all_gather(padded.to(device), group)
     return [json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)]
-
-
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(gathered, tensor, group=group)
-    return gathered
 
 
 def _describe(facts: Sequence[Mapping[str, Any]]) -> str:
     names = dict.fromkeys(name for rank in facts for name in rank)
     name = next(k for k in names if len({json.dumps(f.get(k)) for f in facts}) > 1)
     values = ", ".join(f"rank {rank} has {f.get(name)!r}" for rank, f in enumerate(facts))
-    return f"ranks disagree on {name}: {values}; it must be the same on all ranks of the group"
+    remedy = "; load the same checkpoint on all of them" if name == "iter" else ""
+    return (
+        f"ranks disagree on {name}: {values}; it must be the same on all ranks of the group{remedy}"
+    )

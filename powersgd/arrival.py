@@ -16,6 +16,7 @@ from torch import Tensor
 
 from powersgd.agreement import require_agreement
 from powersgd.allocation import add_bucket
+from powersgd.collectives import wait
 from powersgd.compression import rehearse
 from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
@@ -76,8 +77,8 @@ class Flag:
         """Wait for the flag; all ranks get the same answer."""
         if self._event is not None:
             self._event.synchronize()
-        elif self._work is not None:
-            self._work.wait()
+        else:
+            wait(self._work)
             self._work = None
         return bool(self._flag != 0)
 
@@ -87,8 +88,7 @@ class Flag:
         stream: Any = torch.cuda.Stream(self._flag.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._flag.device))
         with torch.cuda.stream(stream):
-            if self._work is not None:
-                self._work.wait()
+            wait(self._work)
             on_device, self._flag = self._flag, torch.empty(1, device="cpu", pin_memory=True)
             self._flag.copy_(on_device, non_blocking=True)
             on_device.record_stream(stream)
@@ -174,8 +174,10 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
         ValueError: On all ranks, if the parameters are another model's, a setting is not allowed,
             or ranks differ in settings or plan.
     """
-    was_changed = arrival.is_first and state.change is not None and state.change.is_set()
-    is_settling = state.agreed is None or was_changed or arrival.is_new
+    is_settling = state.agreed is None or arrival.is_new
+    # Not asked for a new model: the flag may be on its way in a group that has failed since.
+    if not is_settling and arrival.is_first and state.change is not None:
+        is_settling = state.change.is_set()
     settings = state.agreed
     if settings is not None and not is_settling and state.positions.knows(arrival.parameters):
         bucket = state.find_bucket(arrival.parameters, _key(arrival, settings))

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from powersgd.arrival import Arrival, Flag, find_group, meet
+from powersgd.collectives import explained, start_mean_, wait
 from powersgd.compression import Compression, compress, decompress_if_, project
 from powersgd.state import PowerSGDState
 
@@ -66,7 +67,7 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
         compression, message = None, buffer
         if bucket is not None:
             compression, message = compress(state, bucket, buffer, arrival.may_be_unused)
-        future, work = _new_future(buffer.device), _all_reduce(message, group)
+        future, work = _new_future(buffer.device), start_mean_(message, group)
         state.in_flight.append(_InFlight(future, buffer, message, work, compression))
         if arrival.is_last:
             finish_step(state)
@@ -83,20 +84,7 @@ def _plain_mode(device: torch.device) -> Iterator[None]:
 def _start_flag(state: PowerSGDState, device: torch.device, group: dist.ProcessGroup) -> None:
     # In plain averaging there is no message of ours that could take it along.
     flag = torch.full((1,), float(state.has_changed()), device=device)
-    state.change = Flag(flag, _all_reduce(flag, group))
-
-
-def _all_reduce(message: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    if not message.is_sparse and not message.numel():
-        return None
-    # Divide first: the sum of two finite half-precision numbers need not be finite. As DDP itself
-    # does it, so that plain averaging is equal to DDP's to the bit.
-    if message.is_sparse:
-        message.div_(group.size())
-    else:
-        message.mul_(1.0 / group.size())
-    work: dist.Work | None = dist.all_reduce(message, group=group, async_op=True)
-    return work
+    state.change = Flag(flag, start_mean_(flag, group))
 
 
 def _new_future(device: torch.device) -> Future:
@@ -106,13 +94,18 @@ def _new_future(device: torch.device) -> Future:
 def _average(buffer: Tensor, group: dist.ProcessGroup) -> Future:
     # Before compression starts each bucket is done on its own: in the first step under
     # static_graph, DDP does not say which bucket is the last.
-    work = _all_reduce(buffer, group)
+    work = start_mean_(buffer, group)
     if work is None:
         future = _new_future(buffer.device)
         future.set_result(buffer)
         return future
-    averaged: Future = work.get_future().then(lambda future: future.value()[0])
+    averaged: Future = work.get_future().then(_first)
     return averaged
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    with explained():
+        return future.value()[0]
 
 
 def finish_step(state: PowerSGDState) -> None:
@@ -145,7 +138,7 @@ def _finish_compressed(
     state.change = Flag(compressed[-1][0].message[-1:].clone())
     for in_flight, compression in compressed:
         in_flight.message = project(state, compression, in_flight.message, group.size())
-        in_flight.work = _all_reduce(in_flight.message, group)
+        in_flight.work = start_mean_(in_flight.message, group)
     _wait(step)
     finite = finite & _is_finite(step)
     for in_flight, compression in compressed:
@@ -156,9 +149,8 @@ def _finish_compressed(
 
 def _wait(step: Sequence[_InFlight]) -> None:
     for in_flight in step:
-        if in_flight.work is not None:
-            in_flight.work.wait()
-            in_flight.work = None
+        wait(in_flight.work)
+        in_flight.work = None
 
 
 def _is_finite(step: Sequence[_InFlight]) -> Tensor:

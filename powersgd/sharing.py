@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from powersgd.agreement import require_agreement
 from powersgd.arrival import find_group
+from powersgd.collectives import start_mean_, wait
 from powersgd.saving import SHARED, named_parameters
 from powersgd.state import PowerSGDState
 
@@ -66,8 +67,8 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
 def _mean(residual: Tensor, group: dist.ProcessGroup) -> Tensor:
     # In single precision at least: these are small numbers, to be divided further.
     wide = torch.promote_types(residual.dtype, torch.float32)
-    total = (residual.to(wide) / group.size()).contiguous()
-    dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=group)
+    total = residual.to(wide).contiguous()
+    wait(start_mean_(torch.view_as_real(total) if total.is_complex() else total, group))
     return total.to(residual.dtype)
 
 

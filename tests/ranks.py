@@ -1,10 +1,11 @@
 """Run a function on several gloo ranks, each in a process of its own."""
 
 import pickle
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120,
     group_timeout_s: float = 60,
+    mortal: Collection[int] = (),
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a fresh gloo group.
 
@@ -33,12 +35,13 @@ def run_ranks(
         args: Passed on.
         timeout_s: Hard limit; past it all ranks are killed and the call raises.
         group_timeout_s: The process group's own timeout.
+        mortal: Ranks that must be killed on the way.
 
     Returns:
-        The return values by rank (anything that pickles; tensors on CPU).
+        The return values by rank (anything that pickles; tensors on CPU), None for `mortal` ones.
 
     Raises:
-        RankError: If a rank raised, was killed, or the time ran out.
+        RankError: If a rank raised, was killed or was not, or the time ran out.
     """
     with tempfile.TemporaryDirectory() as directory:
         context = mp.get_context("spawn")
@@ -56,7 +59,7 @@ def run_ranks(
         try:
             for rank in ranks:
                 rank.join(max(0.0, deadline - time.monotonic()))
-            return [_collect(Path(directory), i, p) for i, p in enumerate(ranks)]
+            return [_collect(Path(directory), i, p, i in mortal) for i, p in enumerate(ranks)]
         finally:
             for rank in ranks:
                 if rank.is_alive():
@@ -90,8 +93,10 @@ def _run(
     Path(directory, f"{rank}.partial").rename(Path(directory, f"{rank}.pickle"))
 
 
-def _collect(directory: Path, rank: int, process: Any) -> Any:
+def _collect(directory: Path, rank: int, process: Any, is_mortal: bool) -> Any:
     path = directory / f"{rank}.pickle"
+    if is_mortal and process.exitcode == -signal.SIGKILL:
+        return None
     if not path.exists():
         state = "did not finish in time" if process.is_alive() else f"died ({process.exitcode})"
         others = [p.stem for p in directory.glob("*.pickle")]
@@ -101,4 +106,6 @@ def _collect(directory: Path, rank: int, process: Any) -> Any:
     kind, value = pickle.loads(path.read_bytes())
     if kind == "raised":
         raise RankError(f"rank {rank} raised\n{value}")
+    if is_mortal:
+        raise RankError(f"rank {rank} was not killed")
     return value

@@ -1,16 +1,222 @@
-"""Training that goes on after something went wrong, and modes of DDP that meet in odd ways."""
+"""Ranks that are lost, and training that goes on after something went wrong."""
 
-from typing import Any
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
+from powersgd import reduction
 
 from .ranks import run_ranks
 from .tolerances import assert_close
+
+TIMEOUT_S = 10
+
+
+class _Heavy(nn.Module):
+    """Takes a while to send: megabytes with P, and as much as Q."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 200_000) / 100)
+        self.bias = nn.Parameter(torch.zeros(1_000_000))
+        self.last = nn.Linear(30, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        terms = self.last(x), x[:, :4] @ self.first, self.bias - x[0, 0]
+        return torch.stack([term.square().mean() for term in terms]).sum()
+
+
+class _Job:
+    """A model in training, whose process group may fail."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = _Heavy()
+        self.state = powersgd.PowerSGDState(
+            None, start_powerSGD_iter=2, min_compression_rate=1, random_seed=5
+        )
+        self.wrap()
+
+    def wrap(self) -> None:
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=1)
+        self.ddp.register_comm_hook(self.state, powersgd.powerSGD_hook)
+
+    def step(self, rank: int) -> None:
+        self.model.zero_grad()
+        inputs = torch.Generator().manual_seed(10 * self.state.iter + rank)
+        self.ddp(torch.randn(4, 30, generator=inputs)).backward()
+
+    def residuals(self) -> list[Tensor]:
+        return [r for p in self.model.parameters() if (r := self.state.residual(p)) is not None]
+
+
+def _rebuild_group(directory: Path, rank: int, world_size: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = f"file://{directory}/again"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+
+
+def _kill(*args: Any) -> NoReturn:
+    del args
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@contextmanager
+def _killed(where: str, job: _Job) -> Iterator[None]:
+    start, sent = reduction.start_mean_, []
+
+    def start_and_die(message: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+        sent.append(message)
+        work = start(message, group)
+        n = len(_buckets(job))
+        if len(sent) == {"P": n, "Q": n + 1, "warm-up": 2}.get(where):
+            _kill()
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "start_mean_", start_and_die)
+        if where == "between":
+            patch.setattr(reduction, "project", _kill)
+        if where == "backward":  # P of the layers before it is on its way
+            job.model.first.register_hook(_kill)
+        if where == "idle":
+            _kill()
+        yield
+
+
+def _buckets(job: _Job) -> set[int]:
+    return {id(bucket) for bucket in job.state._buckets.values()}
+
+
+def _lose_a_rank(rank: int, where: str, directory: Path) -> list[Tensor] | None:
+    job = _Job()
+    for _ in range(1 if where == "warm-up" else 4):
+        job.step(rank)
+    assert where == "warm-up" or len(_buckets(job)) == 3
+    before = job.residuals()
+    start = time.monotonic()
+    if rank == 1:
+        with _killed(where, job):
+            job.step(rank)
+    with pytest.raises(RuntimeError, match=r"process group has failed.*Load the last checkpoint"):
+        job.step(rank)
+    assert time.monotonic() - start < TIMEOUT_S + 5
+    assert len(before) == (0 if where == "warm-up" else 2)
+    assert all(map(torch.equal, before, job.residuals()))
+    assert not job.state.in_flight
+    # The others go on in a group of two.
+    _rebuild_group(directory, rank // 2, 2)
+    job.wrap()
+    (gradient,) = torch.autograd.grad(_loss(job, rank), job.model.first)
+    job.step(rank)
+    assert job.model.first.grad is not None
+    given = gradient + (before[0] if before else 0)
+    left = job.residuals()
+    return [given, job.model.first.grad, left[0] if left else torch.zeros(())]
+
+
+def _loss(job: _Job, rank: int) -> Tensor:
+    inputs = torch.Generator().manual_seed(10 * job.state.iter + rank)
+    loss: Tensor = job.model(torch.randn(4, 30, generator=inputs))
+    return loss
+
+
+@pytest.mark.parametrize("where", ["warm-up", "idle", "backward", "P", "between", "Q"])
+def test_a_lost_rank_is_an_error_on_every_other_and_the_state_as_it_was(
+    where: str, tmp_path: Path
+) -> None:
+    first, _, last = run_ranks(
+        _lose_a_rank, 3, where, tmp_path, timeout_s=90, group_timeout_s=TIMEOUT_S, mortal=[1]
+    )
+    assert torch.equal(first[1], last[1])
+    given, out, left = (torch.stack(pair).mean(0) for pair in zip(first, last, strict=True))
+    assert_close(out + left, given)
+
+
+def _end_a_step_alone(rank: int, directory: Path) -> None:
+    job = _Job()
+    for _ in range(4):
+        job.step(rank)
+    saved = powersgd.shared_state_dict(job.state, job.model)
+    if rank == 0:
+        job.step(rank)
+    else:  # the answer of Q's all-reduce has reached rank 0 alone
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reduction, "decompress_if_", _lose_answer)
+            with pytest.raises(RuntimeError, match="no answer"):
+                job.step(rank)
+    _rebuild_group(directory, rank, 2)
+    job.wrap()
+    with pytest.raises(ValueError, match=r"on iter: rank 0 has 5, rank 1 has 4.*same checkpoint"):
+        job.step(rank)
+    job.state.load_state_dict(saved, job.model)
+    job.wrap()
+    job.step(rank)
+    assert job.state.iter == 5
+
+
+def _lose_answer(*args: Any) -> NoReturn:
+    del args
+    raise RuntimeError("no answer")
+
+
+def test_a_rank_that_is_a_step_ahead_is_told_to_load_a_checkpoint(tmp_path: Path) -> None:
+    run_ranks(_end_a_step_alone, 2, tmp_path, timeout_s=90, group_timeout_s=TIMEOUT_S)
+
+
+def _lose_the_group(rank: int, directory: Path) -> Tensor:
+    job = _Job()
+    for _ in range(4):
+        job.step(rank)
+    before = job.residuals()
+    if rank == 1:
+        threading.Timer(0.5, dist.distributed_c10d._abort_process_group).start()
+        time.sleep(1)
+    with pytest.raises(RuntimeError, match=r"process group( has failed|: call)"):
+        job.step(rank)
+    assert all(map(torch.equal, before, job.residuals()))
+    _rebuild_group(directory, rank, 2)
+    job.wrap()
+    job.step(rank)
+    assert job.model.first.grad is not None
+    return job.model.first.grad
+
+
+def test_a_group_that_was_aborted_is_an_error_and_a_new_one_works(tmp_path: Path) -> None:
+    first, second = run_ranks(_lose_the_group, 2, tmp_path, group_timeout_s=TIMEOUT_S)
+    assert torch.equal(first, second)
+
+
+def _resume_with_another_model(rank: int, directory: Path) -> None:
+    del directory
+    job = _Job()
+    saved = job.state.state_dict(job.model)
+    if rank == 1:
+        saved["parameters"]["first"]["shape"] = [4, 7]
+        with pytest.raises(ValueError, match="cannot load"):
+            job.state.load_state_dict(saved, job.model)
+        _kill()  # as a script would end that does not catch it
+    job.state.load_state_dict(saved, job.model)
+    with pytest.raises(RuntimeError, match="process group has failed"):
+        job.step(rank)
+
+
+def test_a_rank_that_cannot_load_its_file_is_an_error_on_the_others(tmp_path: Path) -> None:
+    run_ranks(_resume_with_another_model, 2, tmp_path, group_timeout_s=TIMEOUT_S, mortal=[1])
 
 
 class _Boom(torch.autograd.Function):
