@@ -238,6 +238,7 @@ def common_facts(
     return {
         **settings._asdict(),
         "the process group": find_group(state.process_group).group_name,
+        "whether each rank has loaded its own residuals": state.origin is not None,
         "the parameters' shapes": [list(spec.shape) for spec in specs],
         "the parameters' strides": [list(spec.stride) for spec in specs],
     }

@@ -147,7 +147,9 @@ def _load(state: Any, saved: Mapping[str, Any], module: nn.Module) -> None:
     state.positions.restore({p: (e["kind"], e["position"]) for p, e in entries.items()})
     for name in COUNTERS:
         setattr(state, name, saved[name])
-    if saved["rank"] != SHARED and any(c.residual is not None for c in loaded.values()):
+    if saved["rank"] != SHARED and any(
+        c.residual is not None or c.is_owed for c in loaded.values()
+    ):
         state.origin = (saved["rank"], saved["world_size"])
 
 
@@ -190,7 +192,10 @@ def _find_problems(
     missing = [k for k in (*counts, "settings", "parameters") if k not in saved]
     if missing:
         return [f"missing {k}" for k in missing]
-    wrong = [k for k in counts if type(saved[k]) is not int]
+    lowest = {"rank": SHARED, "world_size": 1}
+    wrong = [
+        k for k in counts if type(saved[k]) is not int or not lowest.get(k, 0) <= saved[k] < 2**63
+    ]
     wrong += [k for k in ("settings", "parameters") if not isinstance(saved[k], Mapping)]
     if wrong:
         return [f"{k} is {saved[k]!r}" for k in wrong]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from powersgd.agreement import require_agreement
-from powersgd.arrival import find_group
+from powersgd.arrival import find_group, require_home
 from powersgd.collectives import start_mean_, wait
 from powersgd.saving import SHARED, named_parameters
 from powersgd.state import PowerSGDState
@@ -31,7 +31,7 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
     Raises:
         RuntimeError: If there is no process group, or a collective fails.
         ValueError: On all ranks, if the state of any of them serves other parameters than
-            ``module`` has, or if ranks differ in what they hold.
+            ``module`` has or holds another rank's residuals, or if ranks differ in what they hold.
 
     Example:
         >>> saved = shared_state_dict(state, ddp_model)  # doctest: +SKIP
@@ -42,6 +42,7 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
     saved: dict[str, Any] = {}
 
     def collect() -> dict[str, Any]:
+        require_home(state, group)
         saved.update(state.state_dict(module))
         names = named_parameters(module)
         for name, entry in saved["parameters"].items():

@@ -174,6 +174,23 @@ def test_one_ranks_file_is_refused_on_the_others_and_in_another_world(tmp_path: 
     assert all("rank 0 of 2" in text for text in run_ranks(_load_all, 3, tmp_path, "0.pt", 1))
 
 
+def _load_mixed(rank: int, directory: Path) -> list[str]:
+    errors, run = [], Run().load(directory / ("shared.pt" if rank == 0 else "1.pt"))
+    with pytest.raises(ValueError, match="ranks disagree") as error:
+        run.train(STOP, STOP + 1)
+    errors.append(str(error.value))
+    run.load(directory / "0.pt")
+    with pytest.raises(ValueError, match="holds the residuals of rank 0") as error:
+        powersgd.shared_state_dict(run.state, run.ddp)
+    return [*errors, str(error.value)]
+
+
+def test_own_and_shared_or_foreign_residuals_are_not_mixed(tmp_path: Path) -> None:
+    run_ranks(_outcome_and_save, 2, tmp_path)
+    for mixed, _ in run_ranks(_load_mixed, 2, tmp_path):
+        assert "loaded its own residuals: rank 0 has False, rank 1 has True" in mixed
+
+
 def _copies(rank: int, how: str) -> tuple[Any, Any]:
     run = Run().train(0, STOP)
     copied: Callable[[Any], Any] = copy.deepcopy
@@ -302,6 +319,19 @@ def test_all_that_is_wrong_is_named_and_nothing_is_loaded() -> None:
     for a, b in zip(after["residuals"], before["residuals"], strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
     run.train(STOP, STOP + 2)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("name", "value"), [("iter", -1), ("iter", 2**70), ("rank", -7), ("world_size", 0)]
+)
+def test_a_number_out_of_range_loads_nothing(name: str, value: int) -> None:
+    run = Run().train(0, STOP)
+    saved = run.state.state_dict(run.ddp) | {name: value}
+    with pytest.raises(ValueError, match=f"cannot load this PowerSGDState: {name} is {value}"):
+        run.state.load_state_dict(saved, run.ddp)
+    assert run.state.iter == STOP
+    assert run.state.residual(run.model[0].weight) is not None
 
 
 @pytest.mark.usefixtures("group")
