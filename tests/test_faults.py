@@ -55,8 +55,11 @@ class _Job:
 
     def step(self, rank: int) -> None:
         self.model.zero_grad()
-        inputs = torch.Generator().manual_seed(10 * self.state.iter + rank)
-        self.ddp(torch.randn(4, 30, generator=inputs)).backward()
+        self.ddp(self.inputs(rank)).backward()
+
+    def inputs(self, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * self.state.iter + rank)
+        return torch.randn(4, 30, generator=generator)
 
     def residuals(self) -> list[Tensor]:
         return [r for p in self.model.parameters() if (r := self.state.residual(p)) is not None]
@@ -121,18 +124,12 @@ def _lose_a_rank(rank: int, where: str, directory: Path) -> list[Tensor] | None:
     # The others go on in a group of two.
     _rebuild_group(directory, rank // 2, 2)
     job.wrap()
-    (gradient,) = torch.autograd.grad(_loss(job, rank), job.model.first)
+    (gradient,) = torch.autograd.grad(job.model(job.inputs(rank)), job.model.first)
     job.step(rank)
     assert job.model.first.grad is not None
     given = gradient + (before[0] if before else 0)
     left = job.residuals()
     return [given, job.model.first.grad, left[0] if left else torch.zeros(())]
-
-
-def _loss(job: _Job, rank: int) -> Tensor:
-    inputs = torch.Generator().manual_seed(10 * job.state.iter + rank)
-    loss: Tensor = job.model(torch.randn(4, 30, generator=inputs))
-    return loss
 
 
 @pytest.mark.parametrize("where", ["warm-up", "idle", "backward", "P", "between", "Q"])
