@@ -5,11 +5,9 @@ the ranks and the test make the same ones, so a test knows every input to roundi
 """
 
 import contextlib
-import faulthandler
 import functools
 import gc
 import math
-import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
 
+from .ranks import watch
 from .tolerances import RTOL
 
 MANY_BUCKETS = {"bucket_cap_mb": 0.001}
@@ -218,10 +217,10 @@ Outcome = list[list[Step]] | str
 
 def run_cases(rank: int, cases: Iterable[Case]) -> dict[str, list[Step] | str | None]:
     """The function for ``run_ranks``: each case in a process group of its own."""
-    faulthandler.dump_traceback_later(150, file=sys.__stderr__)  # a rank that hangs says where
     gc.freeze()  # whoever walks all objects need not walk torch's for every case
     results: dict[str, list[Step] | str | None] = {}
     for case in cases:
+        watch(45)  # before the group gives up
         group = dist.new_group(case.members, timeout=timedelta(seconds=60))
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             results[case.name] = None
@@ -230,7 +229,6 @@ def run_cases(rank: int, cases: Iterable[Case]) -> dict[str, list[Step] | str | 
             results[case.name] = list(_train(case, None if case.default_group else group))
         except Exception:
             results[case.name] = traceback.format_exc()
-    faulthandler.cancel_dump_traceback_later()
     return results
 
 

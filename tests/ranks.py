@@ -1,5 +1,6 @@
 """Run a function on several gloo ranks, each in a process of its own."""
 
+import faulthandler
 import pickle
 import signal
 import tempfile
@@ -17,6 +18,9 @@ import torch.multiprocessing as mp
 
 class RankError(AssertionError):
     """A rank raised; the message carries its traceback."""
+
+
+_trace: Any = None  # of this process, if it is a rank: where it writes down its stacks
 
 
 def run_ranks(
@@ -48,7 +52,7 @@ def run_ranks(
         ranks = [
             context.Process(
                 target=_run,
-                args=(function, rank, world_size, directory, group_timeout_s, args),
+                args=(function, rank, world_size, directory, timeout_s, group_timeout_s, args),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -59,7 +63,8 @@ def run_ranks(
         try:
             for rank in ranks:
                 rank.join(max(0.0, deadline - time.monotonic()))
-            return [_collect(Path(directory), i, p, i in mortal) for i, p in enumerate(ranks)]
+            outcomes = [_outcome(Path(directory), i, p) for i, p in enumerate(ranks)]
+            return _values(outcomes, mortal)
         finally:
             for rank in ranks:
                 if rank.is_alive():
@@ -72,9 +77,14 @@ def _run(
     rank: int,
     world_size: int,
     directory: str,
+    timeout_s: float,
     group_timeout_s: float,
     args: tuple[Any, ...],
 ) -> None:
+    global _trace
+    _trace = Path(directory, f"{rank}.trace").open("w")  # noqa: SIM115 (as long as the process)
+    faulthandler.enable(_trace)
+    watch(timeout_s - 10)
     torch.set_num_threads(1)
     outcome: tuple[str, Any]
     try:
@@ -93,19 +103,32 @@ def _run(
     Path(directory, f"{rank}.partial").rename(Path(directory, f"{rank}.pickle"))
 
 
-def _collect(directory: Path, rank: int, process: Any, is_mortal: bool) -> Any:
+def watch(timeout_s: float) -> None:
+    """Have this rank write down where it stands, should it be in the same call for so long."""
+    faulthandler.dump_traceback_later(timeout_s, file=_trace)
+
+
+def _outcome(directory: Path, rank: int, process: Any) -> tuple[str, Any]:
+    """How a rank ended: returned with a value, or another way with all that it wrote down."""
     path = directory / f"{rank}.pickle"
-    if is_mortal and process.exitcode == -signal.SIGKILL:
-        return None
-    if not path.exists():
-        state = "did not finish in time" if process.is_alive() else f"died ({process.exitcode})"
-        others = [p.stem for p in directory.glob("*.pickle")]
-        raised = [pickle.loads((directory / f"{r}.pickle").read_bytes()) for r in others]
-        texts = "\n".join(text for kind, text in raised if kind == "raised")
-        raise RankError(f"rank {rank} {state}\n{texts}")
-    kind, value = pickle.loads(path.read_bytes())
-    if kind == "raised":
-        raise RankError(f"rank {rank} raised\n{value}")
-    if is_mortal:
-        raise RankError(f"rank {rank} was not killed")
-    return value
+    how, value = (
+        "did not finish in time" if process.is_alive() else f"died ({process.exitcode})",
+        "",
+    )
+    if path.exists():
+        how, value = pickle.loads(path.read_bytes())
+    elif process.exitcode == -signal.SIGKILL:
+        how = "was killed"
+    trace = (directory / f"{rank}.trace").read_text()
+    return how, value if how == "returned" else f"{value}\n{trace}"
+
+
+def _values(outcomes: list[tuple[str, Any]], mortal: Collection[int]) -> list[Any]:
+    expected = ["was killed" if rank in mortal else "returned" for rank in range(len(outcomes))]
+    if expected != [how for how, _ in outcomes]:
+        parts = [
+            f"rank {rank} {how}\n{'' if how == 'returned' else value}"
+            for rank, (how, value) in enumerate(outcomes)
+        ]
+        raise RankError("\n".join(parts))
+    return [value if how == "returned" else None for how, value in outcomes]
