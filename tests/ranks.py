@@ -20,6 +20,10 @@ class RankError(AssertionError):
     """A rank raised; the message carries its traceback."""
 
 
+# New processes are copies of one that has imported what takes seconds and has run nothing.
+_processes = mp.get_context("forkserver")
+_processes.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", "powersgd"])
+
 _trace: Any = None  # of this process, if it is a rank: where it writes down its stacks
 
 
@@ -48,9 +52,8 @@ def run_ranks(
         RankError: If a rank raised, was killed or was not, or the time ran out.
     """
     with tempfile.TemporaryDirectory() as directory:
-        context = mp.get_context("spawn")
         ranks = [
-            context.Process(
+            _processes.Process(
                 target=_run,
                 args=(function, rank, world_size, directory, timeout_s, group_timeout_s, args),
                 daemon=True,
