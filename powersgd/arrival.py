@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from powersgd.agreement import require_agreement
 from powersgd.allocation import add_bucket
@@ -22,6 +22,7 @@ from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
 from powersgd.phases import EAGER
 from powersgd.plan import Plan, make_plan, make_square_plan
+from powersgd.saving import meet_model, require_fit
 from powersgd.settings import Settings
 from powersgd.state import PowerSGDState
 
@@ -33,6 +34,7 @@ class Arrival:
     Attributes:
         buffer: The bucket's gradients, shape ``(numel,)``, or one sparse gradient. Overwritten.
         parameters: The parameters in the order of the buffer, in which they lie without gaps.
+        module: The model, or a module around it, if it is known.
         process_group: The group over which the front end averages; the state's must have its ranks.
         is_first: Whether this is the step's first bucket.
         is_last: Whether this is the step's last bucket.
@@ -45,6 +47,7 @@ class Arrival:
 
     buffer: Tensor
     parameters: Sequence[Tensor]
+    module: nn.Module | None
     process_group: dist.ProcessGroup
     is_first: bool
     is_last: bool
@@ -140,6 +143,11 @@ def require_same_group(state: PowerSGDState, theirs: dist.ProcessGroup) -> None:
         )
 
 
+def find_home(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return what tells whose residuals are whose: this rank in the world, the group's size."""
+    return dist.get_rank(), group.size()
+
+
 def require_home(state: PowerSGDState, group: dist.ProcessGroup) -> None:
     """Raise unless this rank is the one whose residuals the state has loaded.
 
@@ -150,12 +158,13 @@ def require_home(state: PowerSGDState, group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: If it is not: the residuals of the others would be lost.
     """
-    here = (group.rank(), group.size())
+    here = find_home(group)
     if state.origin is not None and state.origin != here:
         raise ValueError(
-            f"the state holds the residuals of rank {state.origin[0]} of {state.origin[1]}, but "
-            f"this is rank {here[0]} of {here[1]}: load the file of this rank, or one made by "
-            "powersgd.shared_state_dict, which fits any rank and world size"
+            f"the state holds the residuals of rank {state.origin[0]} in a group of "
+            f"{state.origin[1]}, but this is rank {here[0]} in a group of {here[1]}: load the file "
+            "of this rank, or one made by powersgd.shared_state_dict, which fits any rank and "
+            "world size"
         )
 
 
@@ -186,17 +195,21 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
     terms = _Terms(state, arrival, is_settling)
     require_agreement(terms.collect, arrival.process_group, arrival.buffer.device)
     state.change = None
+    meet_model(state, arrival.module)
+    if arrival.is_new:
+        state.forget_layout()
     state.positions.register(arrival.parameters, arrival.kind)
     if is_settling:
         group = arrival.process_group
-        state.adopt(terms.settings, (group.rank(), group.size()))
-    return None if terms.plan is None else _take_in(state, arrival, terms.settings, terms.plan)
+        state.adopt(terms.settings, find_home(group))
+    return None if terms.plan is None else _take_in(state, arrival, terms, terms.plan)
 
 
 class _Terms:
     """What this rank has to say of a bucket, and what follows from it."""
 
     settings: Settings
+    specs: tuple[ParameterSpec, ...]
     plan: Plan | None = None
 
     def __init__(self, state: PowerSGDState, arrival: Arrival, is_settling: bool) -> None:
@@ -205,15 +218,19 @@ class _Terms:
     def collect(self) -> dict[str, Any]:
         """Check all that this rank can check alone, and make the plan."""
         state, arrival = self._state, self._arrival
-        state.positions.require_same_model(arrival.parameters, is_new=arrival.is_new)
+        model = None if arrival.module is None else set(arrival.module.parameters())
+        state.positions.require_same_model(arrival.parameters, model, is_new=arrival.is_new)
         require_same_group(state, arrival.process_group)
         require_home(state, arrival.process_group)
+        require_fit(state, arrival.module)
         self.settings = state.settings() if self._is_settling else state.in_force
-        specs = [ParameterSpec.of(parameter) for parameter in arrival.parameters]
+        # A parameter whose strides have changed lies as before until DDP is built anew.
+        read = ParameterSpec.of if arrival.is_new else state.spec
+        self.specs = tuple(read(parameter) for parameter in arrival.parameters)
         if arrival.kind != "sparse":
-            self.plan = _make_plan(specs, arrival, self.settings)
+            self.plan = _make_plan(self.specs, arrival, self.settings)
         return {
-            **common_facts(state, self.settings, specs),
+            **common_facts(state, self.settings, self.specs),
             "the hook": "batched_powerSGD_hook" if arrival.is_square else "powerSGD_hook",
             "the bucket's dtype": str(arrival.buffer.dtype),
             "whether the bucket's gradients are sparse": arrival.kind == "sparse",
@@ -263,12 +280,12 @@ def _make_plan(specs: Sequence[ParameterSpec], arrival: Arrival, settings: Setti
     return make_plan(specs, rank, settings.min_compression_rate, stack)
 
 
-def _take_in(state: PowerSGDState, arrival: Arrival, settings: Settings, plan: Plan) -> BucketState:
-    key = _key(arrival, settings)
+def _take_in(state: PowerSGDState, arrival: Arrival, terms: _Terms, plan: Plan) -> BucketState:
+    key = _key(arrival, terms.settings)
     known = state.find_bucket(arrival.parameters, key)
     if known is not None:
         return known
-    bucket = BucketState(key, tuple(arrival.parameters), plan)
+    bucket = BucketState(key, tuple(arrival.parameters), terms.specs, plan)
     add_bucket(state, bucket, arrival.buffer)
     if state.steps is not EAGER:
         rehearse(state, plan, arrival.buffer)

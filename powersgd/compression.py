@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from powersgd.allocation import allocate, draw_q
-from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
 from powersgd.phases import Steps
 from powersgd.plan import Plan, batch, unbatch_
@@ -111,7 +110,7 @@ def _find_unused_(compression: Compression, may_be_unused: bool) -> None:
 def _pay_(compression: Compression, may_be_unused: bool) -> None:
     # What is left of residuals of parameters that are compressed no longer.
     for i, left in compression.bucket.owed.items():
-        numels = [ParameterSpec.of(p).numel for p in compression.bucket.parameters[: i + 1]]
+        numels = [spec.numel for spec in compression.bucket.specs[: i + 1]]
         gradient = compression.flat[sum(numels[:-1]) : sum(numels)]
         paid = _is_used(gradient) if may_be_unused else gradient.new_ones(())
         if left is not None:

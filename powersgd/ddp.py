@@ -177,6 +177,7 @@ def _describe(
     return Arrival(
         bucket.buffer(),
         parameters,
+        ddp,
         find_group(state.process_group) if ddp is None else ddp.process_group,
         # A backward that was aborted may have left its last bucket's number.
         is_first=is_new or (state.last_index == math.inf if is_alone else is_first),
@@ -233,10 +234,7 @@ def _refuse(state: object, bucket: dist.GradBucket) -> NoReturn:  # type: ignore
 
 
 def _close(state: PowerSGDState) -> None:
-    ddp = state.owner.find()
-    # Buckets that DDP left out may come later.
-    expected = [] if ddp is None else [p for p in ddp._module_parameters if p.requires_grad]
-    state.positions.is_complete |= state.positions.knows(expected)
+    state.positions.is_complete = state.owner.find() is None
     state.last_index = math.inf
 
 

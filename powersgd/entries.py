@@ -7,29 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from powersgd.layout import ParameterSpec, matrix_shape, unflatten
+from powersgd.layout import ParameterSpec, matrix_shape
 from powersgd.memory import Carried
 
 _TENSORS = ("residual", "q", "spare")
+_FLAGS = ("is_owed", "is_square")
 _HALVES = (torch.float16, torch.bfloat16)  # of hooks wrapped around ours
 
 
-def pack(parameter: Tensor, place: tuple[str, int], carried: Carried) -> dict[str, Any]:
+def pack(place: tuple[str, int], carried: Carried) -> dict[str, Any]:
     """Make a parameter's entry: tensors, numbers and strings.
 
     Args:
-        parameter: The parameter.
         place: Its position in the model, see `powersgd.positions`.
         carried: What it carries over.
 
     Returns:
-        The entry; its tensors are copies, the residual in the shape of the parameter.
+        The entry; its tensors are copies.
     """
-    tensors = {
-        "residual": None if carried.residual is None else unflatten(carried.residual, parameter),
-        "q": carried.q,
-        "spare": carried.spare,
-    }
+    tensors = {name: getattr(carried, name) for name in _TENSORS}
     kept = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor is not None}
     return {
         "kind": place[0],
@@ -52,19 +48,11 @@ def unpack(parameter: Tensor, entry: Mapping[str, Any]) -> Carried:
     Returns:
         What the parameter carries over, on the parameter's device.
     """
-    flat: Tensor | None = None
-    if "residual" in entry:
-        left = entry["residual"]
-        numel = ParameterSpec.of(parameter).numel
-        flat = torch.empty(numel, dtype=left.dtype.to_real(), device=parameter.device)
-        unflatten(flat, parameter).copy_(left)
-    q, spare = (
-        entry[name].to(parameter.device, copy=True) if name in entry else None
-        for name in ("q", "spare")
+    residual, q, spare = (
+        entry[name].to(parameter.device, copy=True) if name in entry else None for name in _TENSORS
     )
-    return Carried(
-        flat, q, spare, entry["loss_scale"], bool(entry["is_owed"]), bool(entry["is_square"])
-    )
+    is_owed, is_square = bool(entry["is_owed"]), bool(entry["is_square"])
+    return Carried(residual, q, spare, entry["loss_scale"], is_owed, is_square)
 
 
 def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> Iterator[str]:
@@ -83,8 +71,7 @@ def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> 
         "kind": str,
         "position": int,
         "loss_scale": float,
-        "is_owed": int,
-        "is_square": int,
+        **dict.fromkeys(_FLAGS, int),
         "tensors": str,
     }
     if not isinstance(entry, Mapping):
@@ -94,23 +81,49 @@ def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> 
     if broken:
         yield from (f"{name}.{k} is {entry.get(k)!r}" for k in broken)
         return
+    yield from _find_number_problems(name, entry, parameter)
     held = entry["tensors"].split()
     yield from (f"unexpected {name}.{k}" for k in entry if k not in {*expected, *held})
+    if ("q" in held) != ("spare" in held):
+        yield f"{name} has one of q and spare, expected both or none"
+    if entry["is_owed"] and "q" in held:
+        yield f"unexpected {name}.q: it is owed, so no longer compressed"
+    is_vector = matrix_shape(ParameterSpec.of(parameter)) is None
     for part in held:
-        tensor = entry.get(part)
-        if part not in _TENSORS or not isinstance(tensor, Tensor):
+        if part not in _TENSORS or not isinstance(entry.get(part), Tensor):
             yield f"missing {name}.{part}"
-            continue
-        shape = _expected_shape(part, entry, parameter, rank)
-        if tensor.shape != shape:
-            yield f"{name}.{part} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}"
-        dtype = parameter.dtype if part == "residual" else parameter.dtype.to_real()
-        if tensor.dtype != dtype and (dtype.is_complex or tensor.dtype not in _HALVES):
-            yield f"{name}.{part} is {tensor.dtype}, expected {dtype}"
-        elif not tensor.isfinite().all():
-            yield f"{name}.{part} is not finite"
-    if not (math.isfinite(entry["loss_scale"]) and entry["loss_scale"] > 0):
+        elif is_vector and not entry["is_square"] and not (part == "residual" and entry["is_owed"]):
+            yield f"unexpected {name}.{part}: a parameter of its shape is not compressed"
+        else:
+            yield from _find_tensor_problems(name, part, entry, parameter, rank)
+
+
+def _find_number_problems(name: str, entry: Mapping[str, Any], parameter: Tensor) -> Iterator[str]:
+    yield from (f"{name}.{k} is {entry[k]}" for k in _FLAGS if entry[k] not in (0, 1))
+    if not 1e-38 < entry["loss_scale"] < math.inf:
         yield f"{name}.loss_scale is {entry['loss_scale']!r}"
+    kinds = ("", "sparse", str(parameter.dtype))
+    if entry["kind"] not in kinds or (entry["kind"] == "") != (entry["position"] == -1):
+        yield f"{name}.kind is {entry['kind']!r} and its position {entry['position']}"
+    elif entry["position"] < -1:
+        yield f"{name}.position is {entry['position']}"
+
+
+def _find_tensor_problems(
+    name: str, part: str, entry: Mapping[str, Any], parameter: Tensor, rank: int
+) -> Iterator[str]:
+    tensor = entry[part]
+    if tensor.layout != torch.strided or tensor.is_meta:
+        yield f"{name}.{part} is {'a meta' if tensor.is_meta else 'not a dense'} tensor"
+        return
+    shape = _expected_shape(part, entry, parameter, rank)
+    if tensor.shape != shape:
+        yield f"{name}.{part} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}"
+    dtype = parameter.dtype if part == "residual" else parameter.dtype.to_real()
+    if tensor.dtype != dtype and (dtype.is_complex or tensor.dtype not in _HALVES):
+        yield f"{name}.{part} is {tensor.dtype}, expected {dtype}"
+    elif not tensor.isfinite().all():
+        yield f"{name}.{part} is not finite"
 
 
 def _expected_shape(

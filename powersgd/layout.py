@@ -63,21 +63,36 @@ def memory_order(spec: ParameterSpec) -> list[int]:
     return sorted(dimensions, key=lambda d: (-spec.stride[d], d))
 
 
-def unflatten(flat: Tensor, parameter: Tensor) -> Tensor:
+def unflatten(flat: Tensor, spec: ParameterSpec) -> Tensor:
     """View real elements in the order of a parameter's memory as a tensor like the parameter.
 
     Args:
-        flat: Shape ``(numel,)``, where ``numel`` is that of the parameter's `ParameterSpec`.
-        parameter: A parameter of any shape and strides.
+        flat: Shape ``(spec.numel,)``.
+        spec: A parameter of any shape and strides.
 
     Returns:
-        Shape, memory order and kind (real or complex) of ``parameter``; a view of ``flat``.
+        Shape, memory order and kind (real or complex) of the parameter; a view of ``flat``.
     """
-    if parameter.is_complex():
+    if spec.is_complex:
         flat = torch.view_as_complex(flat.view(-1, 2))
-    order = memory_order(ParameterSpec.of(parameter))
-    inverse = sorted(range(parameter.dim()), key=order.__getitem__)
-    return flat.view([parameter.size(d) for d in order]).permute(inverse)
+    order = memory_order(spec)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([spec.shape[d] for d in order]).permute(inverse)
+
+
+def flatten(tensor: Tensor, spec: ParameterSpec) -> Tensor:
+    """Copy a tensor like a parameter into real elements in the order of the parameter's memory.
+
+    Args:
+        tensor: Shape and kind of the parameter, any strides.
+        spec: A parameter of any shape and strides.
+
+    Returns:
+        Shape ``(spec.numel,)``, see `unflatten`.
+    """
+    flat = torch.empty(spec.numel, dtype=tensor.dtype.to_real(), device=tensor.device)
+    unflatten(flat, spec).copy_(tensor)
+    return flat
 
 
 def _is_dense(spec: ParameterSpec) -> bool:

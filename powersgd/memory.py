@@ -1,11 +1,11 @@
 """What the parameters of one bucket carry over from step to step."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from powersgd.layout import ParameterSpec
+from powersgd.layout import ParameterSpec, flatten, unflatten
 from powersgd.plan import Plan
 
 
@@ -14,7 +14,7 @@ class Carried:
     """What one parameter carries over to the next step, apart from any bucket.
 
     Attributes:
-        residual: Flat, in the order of the parameter's memory.
+        residual: Shape of the parameter, so that it may come to lie otherwise in memory.
         q: Shape ``(r, m)``; of parameters that share one matrix, only the first has it.
         spare: Shape of ``q``.
         loss_scale: By which the residual is multiplied.
@@ -34,11 +34,6 @@ class Carried:
         """Tell whether nothing has to be carried over."""
         return self.residual is None and self.q is None and not self.is_owed
 
-    def copy(self) -> "Carried":
-        """Return the same with tensors of its own."""
-        parts = {name: getattr(self, name) for name in ("residual", "q", "spare")}
-        return replace(self, **{name: t.clone() for name, t in parts.items() if t is not None})
-
 
 @dataclass
 class BucketState:
@@ -50,6 +45,7 @@ class BucketState:
     Attributes:
         key: The settings that the plan follows; another key asks for a new plan.
         parameters: The bucket's parameters, in the order of its buffer.
+        specs: How each of them lies in the buffer.
         plan: How the bucket is sent.
         residual: Shape ``(plan.residual_numel,)``, this rank's own.
         q: Shape ``(plan.q_numel,)``: the next step's Q, no row zero, equal on all ranks.
@@ -61,10 +57,12 @@ class BucketState:
         loss_scale: By which residuals are multiplied, as the gradients were that left them.
         rescaled: The loss scale of the last step if it was another one, and whether that step was
             good, so that its residuals have it. Not yet asked, because the answer is on its way.
+        scale: Of a bucket in a graph, which cannot wait for an answer, the loss scale; 0-dim.
     """
 
     key: tuple[Any, ...]
     parameters: tuple[Tensor, ...]
+    specs: tuple[ParameterSpec, ...]
     plan: Plan
     residual: Tensor | None = None
     q: Tensor | None = None
@@ -72,6 +70,7 @@ class BucketState:
     owed: dict[int, Tensor | None] = field(default_factory=dict)
     loss_scale: float = 1.0
     rescaled: tuple[float, Tensor] | None = None
+    scale: Tensor | None = None
 
     def settle_scale(self) -> float:
         """Return the loss scale of the residuals; waits for the last step only if it changed."""
@@ -79,37 +78,38 @@ class BucketState:
             scale, was_good = self.rescaled
             self.loss_scale = scale if was_good else self.loss_scale
             self.rescaled = None
-        return self.loss_scale
+        return self.loss_scale if self.scale is None else float(self.scale)
 
     def carried(self, parameter: Tensor) -> Carried:
         """Return what a parameter of this bucket carries over, as views."""
         index = self._index(parameter)
         where, scale = self.plan.residual_slices[index], self.settle_scale()
         q, spare = self._q_slice(self.q, index), self._q_slice(self.spare, index)
-        if where is None:
-            return Carried(self.owed.get(index), q, spare, scale, index in self.owed)
-        residual = None if self.residual is None else self.residual.narrow(0, *where)
-        return Carried(residual, q, spare, scale, is_square=self.plan.is_square)
+        flat = self.owed.get(index)
+        if where is not None and self.residual is not None:
+            flat = self.residual.narrow(0, *where)
+        residual = None if flat is None else unflatten(flat, self.specs[index])
+        is_square = self.plan.is_square
+        return Carried(residual, q, spare, scale, index in self.owed, is_square)
 
     def take_up_(self, parameter: Tensor, carried: Carried) -> None:
         """Copy in what a parameter has carried over, Q only if the shapes agree."""
         index, left = self._index(parameter), carried.residual
-        where = self.plan.residual_slices[index]
+        where, spec = self.plan.residual_slices[index], self.specs[index]
         if left is not None:
-            if left.numel() != ParameterSpec.of(parameter).numel:
-                raise ValueError(
-                    f"the state holds a residual of {left.numel()} elements for a parameter of the "
-                    f"shape {tuple(parameter.shape)}: it was copied or pickled with another model"
-                )
             left = left * (self.settle_scale() / carried.loss_scale)
         if where is None and (left is not None or carried.is_owed):
-            self.owed[index] = left
+            self.owed[index] = None if left is None else flatten(left, spec)
         elif where is not None and left is not None and self.residual is not None:
-            self.residual.narrow(0, *where).copy_(left)
+            unflatten(self.residual.narrow(0, *where), spec).copy_(left)
         for flat, source in ((self.q, carried.q), (self.spare, carried.spare)):
             target = self._q_slice(flat, index)
             if target is not None and source is not None and source.shape == target.shape:
                 target.copy_(source)
+
+    def spec(self, parameter: Tensor) -> ParameterSpec:
+        """Return how a parameter of this bucket lies in its buffer."""
+        return self.specs[self._index(parameter)]
 
     def _index(self, parameter: Tensor) -> int:
         return next(i for i, p in enumerate(self.parameters) if p is parameter)

@@ -1,7 +1,7 @@
 """Where each parameter stands in its model: what makes random draws equal on all ranks."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ class Positions:
     """The parameters of one model, in an order that does not depend on the size of its buckets.
 
     Attributes:
-        is_complete: Whether the parameters of one whole step have been registered.
+        is_complete: Whether a whole step was made of a model of which no more is known.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,15 @@ class Positions:
         """Tell whether all of a bucket's parameters are registered."""
         return all(parameter in self._of for parameter in parameters)
 
-    def require_same_model(self, parameters: Sequence[Tensor], *, is_new: bool) -> None:
+    def require_same_model(
+        self, parameters: Sequence[Tensor], model: Collection[Tensor] | None, *, is_new: bool
+    ) -> None:
         """Raise if a bucket belongs to another model than the buckets registered so far.
 
         Args:
             parameters: The bucket's parameters.
+            model: All parameters of its model, some of which may come to be trained later; None if
+                the model is not known.
             is_new: Whether it is the first bucket of a model wrapper that was not met before.
 
         Raises:
@@ -35,6 +39,8 @@ class Positions:
         """
         unknown = sum(parameter not in self._of for parameter in parameters)
         is_foreign = self.is_complete or unknown < len(parameters) or (is_new and self._of)
+        if model is not None:
+            is_foreign = not self._of.keys() | set(parameters) <= set(model)
         if unknown and is_foreign:
             raise ValueError(
                 f"one PowerSGDState serves one model: it serves one of {len(self._of)} "

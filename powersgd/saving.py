@@ -1,12 +1,14 @@
-"""A state as plain data: by parameter name for checkpoints, by place in the model for pickle."""
+"""A state as plain data by parameter name, for checkpoints and for pickle."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from powersgd.entries import find_entry_problems, pack, unpack
+from powersgd.names import named_parameters
 from powersgd.settings import Settings
 
 logger = logging.getLogger("powersgd.state")
@@ -25,21 +27,6 @@ _FOREIGN = (
     "it must come from powersgd (torch's own PowerSGDState keeps its memory by bucket number, "
     "which cannot be taken over: start with a new powersgd.PowerSGDState, which warms up again)"
 )
-
-
-def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Name a model's parameters alike, whatever it is wrapped in.
-
-    Args:
-        module: The model, or a DDP model or a compiled module around it.
-
-    Returns:
-        The parameters by name, tied ones once.
-    """
-    inner: Any = module
-    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner._orig_mod if hasattr(inner, "_orig_mod") else inner.module
-    return {name.replace("_orig_mod.", ""): p for name, p in inner.named_parameters()}
 
 
 class Saved:
@@ -61,7 +48,7 @@ class Saved:
 
         Raises:
             ValueError: If the state serves parameters that ``module`` does not have, or was copied
-                or unpickled and has made no step since.
+                or unpickled and does not fit it.
 
         Example:
             >>> import powersgd, torch
@@ -69,7 +56,9 @@ class Saved:
             >>> powersgd.PowerSGDState(None).state_dict(module)["iter"]
             0
         """
-        return _pack(self, module)
+        names = named_parameters(module)
+        _claim(self, names)
+        return _pack(self, names)
 
     def load_state_dict(self, saved: Mapping[str, Any], module: nn.Module) -> None:
         """Go on exactly from where `state_dict` was called; on all ranks before the same step.
@@ -92,7 +81,10 @@ class Saved:
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep: all but the process group.
 
-        Memory is kept by the parameters' places in the model; the next model takes it up.
+        Memory is kept by parameter name; the next DDP model takes it up in its first step.
+
+        Raises:
+            ValueError: If the model was not found, so that its parameters have no names.
         """
         return _freeze(self)
 
@@ -105,13 +97,58 @@ class Saved:
         _thaw(self, saved)
 
 
-def _pack(state: Any, module: nn.Module) -> dict[str, Any]:
-    if state.unclaimed:
+def require_fit(state: Any, module: nn.Module | None) -> None:
+    """Raise if a state that was copied or unpickled does not fit the model that it meets.
+
+    Args:
+        state: The state. Not changed.
+        module: The model, or a DDP or compiled module around it; None if it is not known.
+
+    Raises:
+        ValueError: If it does not fit; names all that is wrong.
+    """
+    if state.unclaimed is not None and module is None:
         raise ValueError(
-            "a copied or pickled PowerSGDState takes up its memory in its first step: call "
-            "state_dict after that"
+            "a copied or pickled PowerSGDState was not given its memory back, because its DDP "
+            "model is not among Python's objects: use state_dict and load_state_dict"
         )
-    names, served = named_parameters(module), state.served()
+    if module is not None:
+        _require_fit(state, named_parameters(module))
+
+
+def meet_model(state: Any, module: nn.Module | None) -> None:
+    """Take up what was copied or unpickled, and remember the parameters' names.
+
+    Args:
+        state: The state, which `require_fit` has let pass.
+        module: The model, or a DDP or compiled module around it; None if it is not known.
+    """
+    if module is not None:
+        names = named_parameters(module)
+        _claim(state, names)
+        state.names = names
+
+
+def _require_fit(state: Any, names: Mapping[str, nn.Parameter]) -> None:
+    if state.unclaimed is None:
+        return
+    rank = state.unclaimed["settings"]["matrix_approximation_rank"]
+    problems = list(_misfits(state.unclaimed["parameters"], names, rank))
+    if problems:
+        raise ValueError(
+            "this PowerSGDState was copied or pickled with another model: " + "; ".join(problems)
+        )
+
+
+def _claim(state: Any, names: Mapping[str, nn.Parameter]) -> None:
+    _require_fit(state, names)
+    if state.unclaimed is not None:
+        _take_up(state, state.unclaimed, names)
+        state.unclaimed = None
+
+
+def _pack(state: Any, names: Mapping[str, Tensor]) -> dict[str, Any]:
+    served = state.served()
     foreign = len(served - set(names.values()))
     if foreign:
         raise ValueError(
@@ -126,7 +163,7 @@ def _pack(state: Any, module: nn.Module) -> dict[str, Any]:
         "world_size": world_size,
         "settings": state.in_force._asdict(),
         "parameters": {
-            name: pack(parameter, state.positions.place(parameter), state.carried(parameter))
+            name: pack(state.positions.place(parameter), state.carried(parameter))
             for name, parameter in names.items()
             if parameter.requires_grad or parameter in served
         },
@@ -140,17 +177,23 @@ def _load(state: Any, saved: Mapping[str, Any], module: nn.Module) -> None:
     problems = _find_problems(saved, names, state.settings())
     if problems:
         raise ValueError(f"cannot load this PowerSGDState: {'; '.join(problems)}")
-    entries = {names[name]: entry for name, entry in saved["parameters"].items()}
-    loaded = {parameter: unpack(parameter, entry) for parameter, entry in entries.items()}
     state.reset()
-    state.loaded = loaded
-    state.positions.restore({p: (e["kind"], e["position"]) for p, e in entries.items()})
+    _take_up(state, saved, names)
     for name in COUNTERS:
         setattr(state, name, saved[name])
-    if saved["rank"] != SHARED and any(
-        c.residual is not None or c.is_owed for c in loaded.values()
-    ):
-        state.origin = (saved["rank"], saved["world_size"])
+
+
+def _take_up(state: Any, saved: Mapping[str, Any], names: Mapping[str, nn.Parameter]) -> None:
+    entries = {names[name]: entry for name, entry in saved["parameters"].items()}
+    state.names = names
+    state.loaded = {parameter: unpack(parameter, entry) for parameter, entry in entries.items()}
+    state.positions.restore({p: (e["kind"], e["position"]) for p, e in entries.items()})
+    state.origin = _origin(saved)
+
+
+def _origin(saved: Mapping[str, Any]) -> tuple[int, int] | None:
+    is_own = any("residual" in e or e["is_owed"] for e in saved["parameters"].values())
+    return (saved["rank"], saved["world_size"]) if is_own and saved["rank"] != SHARED else None
 
 
 def _freeze(state: Any) -> dict[str, Any]:
@@ -159,14 +202,17 @@ def _freeze(state: Any) -> dict[str, Any]:
             "The process group is not part of a pickled or copied PowerSGDState: set "
             "state.process_group before the next step if it is not the default group."
         )
+    if state.served() and not state.names:
+        raise ValueError(
+            "this PowerSGDState has not found its DDP model among Python's objects, so it cannot "
+            "be copied or pickled: use state_dict"
+        )
     attributes = (*Settings._fields, *COUNTERS, "compression_stats_logging_frequency", "loss_scale")
-    memory = {state.positions.place(p): state.carried(p) for p in state.positions.parameters()}
     return {
         "format": FORMAT,
         "steps": state.steps,
         "attributes": {name: getattr(state, name) for name in attributes},
-        "home": state.home or state.origin,
-        "memory": {place: carried.copy() for place, carried in (state.unclaimed | memory).items()},
+        "saved": state.unclaimed or (_pack(state, state.names) if state.names else None),
     }
 
 
@@ -176,9 +222,9 @@ def _thaw(state: Any, saved: Mapping[str, Any]) -> None:
     state.__init__(None, steps=saved["steps"])
     for name, value in saved["attributes"].items():
         setattr(state, name, value)
-    state.unclaimed = dict(saved["memory"])
-    if any(carried.residual is not None for carried in state.unclaimed.values()):
-        state.origin = saved["home"]
+    state.unclaimed = saved["saved"]
+    if state.unclaimed is not None:
+        state.origin = _origin(state.unclaimed)
 
 
 def _find_problems(
@@ -209,7 +255,7 @@ def _find_problems(
 def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
     for name in _SHAPING:
         then, now = saved.get(name), getattr(settings, name)
-        if then != now:
+        if not isinstance(then, int | float) or then != now:
             yield f"{name} was {then!r} when it was saved and is {now!r} now"
 
 
@@ -220,5 +266,12 @@ def _misfits(
     for name, parameter in parameters.items():
         if name in entries:
             yield from find_entry_problems(name, entries[name], parameter, rank)
-        elif parameter.requires_grad and entries:
+        elif parameter.requires_grad:
             yield f"missing {name}"
+    places = Counter(
+        (str(entry.get("kind")), str(entry.get("position")))
+        for entry in entries.values()
+        if isinstance(entry, Mapping)
+    )
+    twice = [place for place, count in places.items() if count > 1 and place != ("", "-1")]
+    yield from (f"several parameters have the position {' '.join(place)}" for place in twice)

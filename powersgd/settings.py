@@ -16,7 +16,7 @@ _CHECKS: dict[str, tuple[Any, ...]] = {
     "compression_stats_logging_frequency": (integer,),
     "batch_tensors_with_same_shape": (flag,),
     "iter": (integer, 0),
-    "loss_scale": (number, "> 0"),
+    "loss_scale": (number, "> 1e-38"),
 }
 
 

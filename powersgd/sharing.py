@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from powersgd.agreement import require_agreement
 from powersgd.arrival import find_group, require_home
 from powersgd.collectives import start_mean_, wait
-from powersgd.saving import SHARED, named_parameters
+from powersgd.names import named_parameters
+from powersgd.saving import SHARED
 from powersgd.state import PowerSGDState
 
 
@@ -55,7 +56,13 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
             name: [v for v in entry.values() if not isinstance(v, Tensor)]
             for name, entry in saved["parameters"].items()
         }
-        return {**numbers, **saved["settings"], "the saved parameters": entries}
+        is_own = state.origin is not None  # while others hold the mean: some would count twice
+        return {
+            "whether each rank has loaded its own residuals": is_own,
+            **numbers,
+            **saved["settings"],
+            "the saved parameters": entries,
+        }
 
     device = next(module.parameters()).device
     require_agreement(collect, group, device)
@@ -77,7 +84,8 @@ class Checkpoint:
     """A state beside model and optimizer in ``torch.distributed.checkpoint``.
 
     Each rank's residuals lie under a key with its rank, so that no rank gets those of another; or
-    all ranks share their mean, and the checkpoint fits any number of ranks.
+    all ranks share their mean, and the checkpoint fits any number of ranks, as long as the first
+    rank of the state's group is the same.
 
     Args:
         state: The state.
@@ -126,4 +134,7 @@ class Checkpoint:
         self._state.load_state_dict(torch.load(file, map_location="cpu"), self._module)
 
     def _key(self) -> str:
-        return "shared" if self._shared else f"rank{find_group(self._state.process_group).rank()}"
+        # Ranks of the world, because several models may be trained by a group each.
+        if not self._shared:
+            return f"rank{dist.get_rank()}"
+        return f"shared{dist.get_global_rank(find_group(self._state.process_group), 0)}"

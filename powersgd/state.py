@@ -8,16 +8,16 @@ import itertools
 import logging
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from powersgd.layout import unflatten
+from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState, Carried
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
-from powersgd.positions import Place, Positions
+from powersgd.positions import Positions
 from powersgd.saving import Saved
 from powersgd.settings import Settings, check
 
@@ -119,8 +119,8 @@ class PowerSGDState(Saved):
         # What ranks have agreed on; settings that were changed since then wait for their turn.
         self.agreed: Settings | None = None
         self.agreed_group: Any = None
-        # This rank in the group that agreed, and the group's size; and the same of the group whose
-        # residuals were loaded, until ranks have agreed that this rank is the right one.
+        # This rank in the world, and the size of the group that agreed; and the same of the rank
+        # whose residuals were loaded, until ranks have agreed that this rank is the right one.
         self.home: tuple[int, int] | None = None
         self.origin: tuple[int, int] | None = None
         # The running step; the reduction's.
@@ -133,9 +133,11 @@ class PowerSGDState(Saved):
         self.traced: Any = None
         self.positions = Positions()
         self._buckets: dict[Tensor, BucketState] = {}
-        # What was loaded and waits for its parameter to arrive, by parameter or by its place.
+        # The model's parameters by name; empty until it is known.
+        self.names: Mapping[str, Tensor] = {}
+        # What was loaded and waits for its parameter to arrive; what was unpickled, for its model.
         self.loaded: dict[Tensor, Carried] = {}
-        self.unclaimed: dict[Place, Carried] = {}
+        self.unclaimed: Mapping[str, Any] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a ValueError if it is a setting and the value is not allowed."""
@@ -240,14 +242,14 @@ class PowerSGDState(Saved):
             parameter: A parameter of the model that this state serves.
 
         Returns:
-            Shape and strides of ``parameter``; None if the parameter has no residual (not
-            compressed, no error feedback, or no compressed step yet).
+            Shape of ``parameter``, strides of its gradient; None if the parameter has no residual
+            (not compressed, no error feedback, no compressed step yet, or none since the state was
+            copied or unpickled).
         """
         carried = self.carried(parameter)
         if carried.residual is None:
             return None
-        flat = carried.residual * (self.loss_scale / carried.loss_scale)
-        return unflatten(flat, parameter)
+        return carried.residual * (self.loss_scale / carried.loss_scale)
 
     def find_bucket(self, parameters: Sequence[Tensor], key: tuple[Any, ...]) -> BucketState | None:
         """Look up the bucket of exactly these parameters under exactly this key."""
@@ -261,11 +263,19 @@ class PowerSGDState(Saved):
         """Return what a parameter carries over, from wherever it is now."""
         if parameter in self.loaded:
             return self.loaded[parameter]
-        unclaimed = self.unclaimed.get(self.positions.place(parameter))
-        if unclaimed is not None:
-            return unclaimed
         bucket = self._buckets.get(parameter)
         return Carried() if bucket is None else bucket.carried(parameter)
+
+    def spec(self, parameter: Tensor) -> ParameterSpec:
+        """Return how a parameter lies in its bucket, also if its strides have changed since."""
+        bucket = self._buckets.get(parameter)
+        is_current = bucket is not None and bucket.key != ()
+        return bucket.spec(parameter) if bucket and is_current else ParameterSpec.of(parameter)
+
+    def forget_layout(self) -> None:
+        """Let no bucket be found again, because new ones may lie otherwise."""
+        for bucket in self._buckets.values():
+            bucket.key = ()
 
     def served(self) -> set[Tensor]:
         """Return all parameters that this state knows of."""
@@ -278,4 +288,3 @@ class PowerSGDState(Saved):
                 self._buckets[parameter].key = ()  # no longer up to date: must not be found again
             self._buckets[parameter] = bucket
             self.loaded.pop(parameter, None)
-            self.unclaimed.pop(self.positions.place(parameter), None)

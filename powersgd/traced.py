@@ -24,12 +24,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
 from powersgd.allocation import add_bucket, allocate
-from powersgd.arrival import common_facts, find_group, require_home, require_same_group
+from powersgd.arrival import (
+    common_facts,
+    find_group,
+    find_home,
+    require_home,
+    require_same_group,
+)
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
 from powersgd.orthogonalization import orthogonalize
 from powersgd.owner import find_ddps
 from powersgd.plan import make_plan
+from powersgd.saving import meet_model, require_fit
 from powersgd.state import STATES, PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, replace_zero_rows, residual
 
@@ -45,7 +52,7 @@ class TracedState:
         epsilon: Added to the norms of Q in orthogonalization.
         buckets: For each parameter a bucket of its own, and the order of its dimensions in memory.
         is_compressing: Whether the next step compresses; the one fact that graphs are guarded by.
-        counter: Steps begun; the operator that counts them must write something.
+        loss_scale: The step's, 0-dim; the operator that counts steps sets it.
         last_trace: The trace that has met the state last.
         last_backward: Autograd's number of the backward pass that was counted last.
         has_warned: Whether a change of settings was met.
@@ -57,7 +64,7 @@ class TracedState:
     epsilon: float
     buckets: dict[Tensor, tuple[BucketState, tuple[int, ...]]]
     is_compressing: bool
-    counter: Tensor
+    loss_scale: Tensor
     last_trace: Callable[[], TracingContext | None] = lambda: None
     last_backward: int = -1
     has_warned: bool = False
@@ -82,17 +89,17 @@ class TracedState:
         self.is_compressing = not self.state.is_warming_up()
 
 
-@torch.library.custom_op("powersgd::begin_step", mutates_args=("counter",))
-def _begin_step(counter: Tensor, handle: int) -> None:
-    # Python that runs with the graph and not while it is traced: a step number that the graph read
-    # itself would be guarded, and each step would compile anew.
-    counter.add_(1)
+@torch.library.custom_op("powersgd::begin_step", mutates_args=("loss_scale",))
+def _begin_step(loss_scale: Tensor, handle: int) -> None:
+    # Python that runs with the graph and not while it is traced: a number that the graph read
+    # itself would be guarded, and each step or scale would compile anew.
+    loss_scale.fill_(STATES[handle].loss_scale)
     STATES[handle].traced.begin_step()
 
 
 @_begin_step.register_fake
-def _(counter: Tensor, handle: int) -> None:
-    del counter, handle
+def _(loss_scale: Tensor, handle: int) -> None:
+    del loss_scale, handle
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -129,6 +136,7 @@ def _prepare(
             )
         require_same_group(state, process_group)
         require_home(state, process_group)
+        require_fit(state, ddps[-1])
         if not settings.warm_start:
             raise ValueError("warm_start is False, but must be True with DDP's python_reducer")
         return {
@@ -138,11 +146,12 @@ def _prepare(
 
     device = parameters[0].device
     require_agreement(collect, process_group, device)
+    meet_model(state, ddps[-1])
     for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
         state.positions.register([p for p in parameters if str(p.dtype) == kind], kind)
     if state.traced is None:
         group = find_group(state.process_group)
-        state.adopt(settings, (group.rank(), group.size()))
+        state.adopt(settings, find_home(group))
         state.traced = TracedState(
             state,
             group,
@@ -150,7 +159,7 @@ def _prepare(
             state.in_force.orthogonalization_epsilon,
             {},
             not state.is_warming_up(),
-            torch.zeros((), device=device),
+            torch.ones((), dtype=torch.float32, device=device),
         )
     for parameter, spec in zip(parameters, specs, strict=True):
         state.traced.buckets[parameter] = _add_bucket(state, parameter, spec)
@@ -162,10 +171,11 @@ def _add_bucket(
     plan = make_plan(
         [spec], state.in_force.matrix_approximation_rank, state.in_force.min_compression_rate
     )
-    bucket = BucketState(("traced",), (parameter,), plan)
+    bucket = BucketState(("traced",), (parameter,), (spec,), plan)
     real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     add_bucket(state, bucket, real)
     allocate(state, bucket, real)
+    bucket.scale = torch.full_like(state.traced.loss_scale, bucket.settle_scale())
     return bucket, tuple(memory_order(spec))
 
 
@@ -193,7 +203,7 @@ def reduce_parameter(state: PowerSGDState, gradient: Tensor, parameter: Tensor) 
     is_first = _is_first_of_trace(state.handle)
     traced: TracedState = state.traced
     if is_first:
-        torch.ops.powersgd.begin_step(traced.counter, state.handle)
+        torch.ops.powersgd.begin_step(traced.loss_scale, state.handle)
     bucket, order = traced.buckets[parameter]
     rows = gradient.permute(order)
     rows = torch.view_as_real(rows) if gradient.is_complex() else rows
@@ -216,9 +226,10 @@ def _compress(traced: TracedState, bucket: BucketState, matrix: Tensor) -> Tenso
     (shape,) = bucket.plan.groups
     assert bucket.q is not None
     assert bucket.spare is not None
+    assert bucket.scale is not None
     q, spare = shape.q_block(bucket.q), shape.q_block(bucket.spare)
     old = None if bucket.residual is None else shape.residual_block(bucket.residual)
-    merged = matrix if old is None else matrix + old
+    merged = matrix if old is None else matrix + old * (traced.loss_scale / bucket.scale)
     p_mean = _mean(compute_p(merged, q), traced)
     p = orthogonalize(p_mean, traced.epsilon / traced.world_size)
     q_local = compute_q(merged, p)
@@ -226,6 +237,7 @@ def _compress(traced: TracedState, bucket: BucketState, matrix: Tensor) -> Tenso
     finite = p_mean.isfinite().all() & q_mean.isfinite().all()
     if old is not None:
         old.copy_(torch.where(finite, residual(merged, p, q_local), old))
+        bucket.scale.copy_(torch.where(finite, traced.loss_scale, bucket.scale))
     unit = orthogonalize(q_mean, traced.epsilon)
     fresh = spare.roll(1, -1)  # a dead row gets another direction each step
     q.copy_(torch.where(finite, replace_zero_rows(unit, (q + fresh) / 2), q))

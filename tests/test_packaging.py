@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up; a module imports only from rows above its own.
 LAYERS = (
-    ("orthogonalization", "arguments", "layout", "positions", "owner", "collectives"),
+    ("orthogonalization", "arguments", "layout", "positions", "names", "owner", "collectives"),
     ("steps",),
     ("phases", "fused"),
     ("compilation", "loading"),

@@ -1,8 +1,5 @@
 """States that outlive their process: a resumed run is the run that never stopped."""
 
-import copy
-import pickle
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 import powersgd
 
 from .ranks import RankError, run_ranks
+from .training import Run, assert_same
 
 STOP, STEPS = 7, 37
-SETTINGS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3, "min_compression_rate": 0.5}
-
-
-class Run:
-    """A model in training; its batches depend on rank and step alone."""
-
-    def __init__(
-        self, bucket_cap_mb: float = 0.002, dtype: torch.dtype = torch.float32, **settings: Any
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(
-            nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 9)
-        )
-        self.model.append(nn.Linear(9, 9))  # its matrix is too small to compress at rank 4
-        self.model.to(dtype)
-        self.dtype = dtype
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb)
-        self.state = powersgd.PowerSGDState(None, **(SETTINGS | settings))
-        self.ddp.register_comm_hook(self.state, powersgd.powerSGD_hook)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-
-    def train(self, start: int, stop: int) -> "Run":
-        for step in range(start, stop):
-            generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-            inputs = torch.randn(16, 24, generator=generator, dtype=self.dtype)
-            self.optimizer.zero_grad()
-            self.ddp(inputs).square().mean().backward()
-            self.optimizer.step()
-        return self
-
-    def save(self, path: Path, powersgd_state: Any) -> None:
-        everything = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "powersgd": powersgd_state,
-        }
-        torch.save(everything, path)
-
-    def load(self, path: Path) -> "Run":
-        saved = torch.load(path)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.state.load_state_dict(saved["powersgd"], self.ddp)
-        return self
-
-    def outcome(self) -> dict[str, Any]:
-        return {
-            "parameters": [p.detach().clone() for p in self.model.parameters()],
-            "iter": self.state.iter,
-            "stats": self.state.compression_stats(),
-            "residuals": [self.state.residual(p) for p in self.model.parameters()],
-        }
 
 
 def _whole(rank: int, buckets: float, dtype: torch.dtype) -> dict[str, Any]:
@@ -109,13 +55,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
     run_ranks(_first, world_size, tmp_path, first, dtype, stop)
     actual = run_ranks(_second, world_size, tmp_path, second, dtype, stop)
     for a, e in zip(actual, expected, strict=True):
-        assert a["iter"] == e["iter"]
-        assert a["stats"] == e["stats"]
-        for name in ("parameters", "residuals"):
-            for one, other in zip(a[name], e[name], strict=True):
-                assert (one is None) == (other is None)
-                if one is not None:
-                    assert (one - other).norm() <= tolerance * other.norm()
+        assert_same(a, e, tolerance)
 
 
 def _load_all(rank: int, directory: Path, file: str, steps: int) -> Any:
@@ -169,9 +109,14 @@ def test_the_mean_residual_gives_the_same_next_update(tmp_path: Path) -> None:
 def test_one_ranks_file_is_refused_on_the_others_and_in_another_world(tmp_path: Path) -> None:
     run_ranks(_outcome_and_save, 2, tmp_path)
     same = run_ranks(_load_all, 2, tmp_path, "0.pt", 1)
-    assert "holds the residuals of rank 0 of 2, but this is rank 1 of 2" in same[1]
+    assert (
+        "holds the residuals of rank 0 in a group of 2, but this is rank 1 in a group of 2"
+        in same[1]
+    )
     assert "rank 1 of the group stopped: the state holds the residuals" in same[0]
-    assert all("rank 0 of 2" in text for text in run_ranks(_load_all, 3, tmp_path, "0.pt", 1))
+    assert all(
+        "rank 0 in a group of 2" in text for text in run_ranks(_load_all, 3, tmp_path, "0.pt", 1)
+    )
 
 
 def _load_mixed(rank: int, directory: Path) -> list[str]:
@@ -179,6 +124,8 @@ def _load_mixed(rank: int, directory: Path) -> list[str]:
     with pytest.raises(ValueError, match="ranks disagree") as error:
         run.train(STOP, STOP + 1)
     errors.append(str(error.value))
+    with pytest.raises(ValueError, match="ranks disagree on whether each rank has loaded its own"):
+        powersgd.shared_state_dict(run.state, run.ddp)
     run.load(directory / "0.pt")
     with pytest.raises(ValueError, match="holds the residuals of rank 0") as error:
         powersgd.shared_state_dict(run.state, run.ddp)
@@ -189,33 +136,6 @@ def test_own_and_shared_or_foreign_residuals_are_not_mixed(tmp_path: Path) -> No
     run_ranks(_outcome_and_save, 2, tmp_path)
     for mixed, _ in run_ranks(_load_mixed, 2, tmp_path):
         assert "loaded its own residuals: rank 0 has False, rank 1 has True" in mixed
-
-
-def _copies(rank: int, how: str) -> tuple[Any, Any]:
-    run = Run().train(0, STOP)
-    copied: Callable[[Any], Any] = copy.deepcopy
-    if how == "pickle":
-
-        def copied(state: Any) -> Any:
-            return pickle.loads(pickle.dumps(state))
-
-    other = Run()
-    other.state = copied(run.state)
-    other.model.load_state_dict(run.model.state_dict())
-    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    other.ddp = DistributedDataParallel(other.model, bucket_cap_mb=0.002)
-    other.ddp.register_comm_hook(other.state, powersgd.powerSGD_hook)
-    return run.train(STOP, STEPS).outcome(), other.train(STOP, STEPS).outcome()
-
-
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-def test_a_copied_state_goes_on_like_its_original(how: str) -> None:
-    for original, copied in run_ranks(_copies, 2, how):
-        assert original["iter"] == copied["iter"]
-        assert original["stats"] == copied["stats"]
-        for name in ("parameters", "residuals"):
-            for a, b in zip(original[name], copied[name], strict=True):
-                assert (a is None and b is None) or torch.equal(a, b)
 
 
 def _dcp(rank: int, directory: Path, how: str) -> dict[str, Any]:
@@ -266,11 +186,33 @@ def test_dcp_saves_and_loads_the_state(tmp_path: Path, how: str) -> None:
             run_ranks(_dcp_load, 3, tmp_path, False)
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def _dcp_groups(rank: int, directory: Path, shared: bool) -> tuple[Any, Any]:
+    """Two models in one world, each trained by a group of its own."""
+    groups = [dist.new_group([i]) for i in range(2)]
+    runs = [_on(groups[rank]).train(0, STOP), _on(groups[rank])]
+    for run, function in zip(runs, (dcp.save, dcp.load), strict=True):
+        checkpoint = powersgd.Checkpoint(run.state, run.ddp, shared=shared)
+        function({"powersgd": checkpoint}, checkpoint_id=directory)
+    return tuple(run.outcome() for run in runs)
+
+
+def _on(group: Any) -> Run:
+    run = Run()
+    run.ddp = DistributedDataParallel(run.model, process_group=group)
+    run.state.process_group = group
+    run.ddp.register_comm_hook(run.state, powersgd.powerSGD_hook)
+    return run
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_dcp_keeps_the_states_of_two_groups_apart(tmp_path: Path, shared: bool) -> None:
+    outcomes = run_ranks(_dcp_groups, 2, tmp_path, shared)
+    for saved, loaded in outcomes:
+        for one, other in zip(loaded["residuals"], saved["residuals"], strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
+    assert not torch.equal(outcomes[0][1]["residuals"][0], outcomes[1][1]["residuals"][0])
 
 
 def _damage(saved: dict[str, Any]) -> list[str]:
@@ -353,6 +295,157 @@ def test_a_state_of_torchs_class_is_refused() -> None:
         powersgd.PowerSGDState(None).__setstate__(other.__getstate__())
 
 
+def _damage_numbers(saved: dict[str, Any]) -> list[str]:
+    """Damage what is of the right type; what the error must name."""
+    entries = saved["parameters"]
+    first, second, third = (entries[name] for name in ("0.weight", "2.weight", "4.weight"))
+    entries["0.bias"] |= {"tensors": "residual", "residual": torch.zeros(32)}
+    first["is_owed"], first["is_square"], first["loss_scale"] = 1, 2, 1e-320
+    second["residual"] = second["residual"].to_sparse()
+    second["q"] = second["q"].to("meta")
+    third["tensors"] = "residual q"
+    del third["spare"]
+    entries["2.bias"] |= {"kind": "junk"}
+    entries["4.bias"] |= {"position": -2}
+    entries["5.bias"] |= {"position": entries["5.weight"]["position"]}
+    saved["settings"] = saved["settings"] | {"warm_start": torch.ones(2)}
+    return [
+        "unexpected 0.bias.residual: a parameter of its shape is not compressed",
+        "unexpected 0.weight.q: it is owed, so no longer compressed",
+        "0.weight.is_square is 2",
+        "0.weight.loss_scale is 1e-320",
+        "2.weight.residual is not a dense tensor",
+        "2.weight.q is a meta tensor",
+        "4.weight has one of q and spare, expected both or none",
+        "2.bias.kind is 'junk' and its position 4",
+        "4.bias.position is -2",
+        f"several parameters have the position torch.float32 {entries['5.bias']['position']}",
+        "warm_start was tensor([1., 1.]) when it was saved and is True now",
+    ]
+
+
+@pytest.mark.usefixtures("group")
+def test_numbers_that_cannot_be_are_named() -> None:
+    run = Run().train(0, STOP)
+    saved = run.state.state_dict(run.ddp)
+    expected = _damage_numbers(saved)
+    with pytest.raises(ValueError, match="cannot load") as error:
+        run.state.load_state_dict(saved, run.ddp)
+    assert [clause for clause in expected if clause not in str(error.value)] == []
+    assert str(error.value).count(";") == len(expected) - 1
+    with pytest.raises(ValueError, match=r"missing 0.weight; missing 0.bias; missing 2.weight"):
+        run.state.load_state_dict(saved | {"parameters": {}}, run.ddp)
+
+
+class _Convolutions(nn.Module):
+    """Models that have the names which torch.compile gives, and what it does give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self._orig_mod = nn.Conv2d(8, 16, 3)
+        self.pre_orig_mod = torch.compile(nn.Sequential(torch.compile(nn.Conv2d(16, 16, 3))))
+
+    def forward(self, images: Tensor) -> Tensor:
+        first, second = self._orig_mod, self.pre_orig_mod._orig_mod[0]._orig_mod
+        return second(first(images))
+
+
+def _convolutions(**settings: Any) -> tuple[nn.Module, Any, Any]:
+    model = _Convolutions()
+    state = powersgd.PowerSGDState(None, 2, 3, 0.5, **settings)
+    return model, state, _wrap(model, state)
+
+
+def _wrap(model: nn.Module, state: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+    return ddp
+
+
+def _step(ddp: nn.Module) -> None:
+    ddp(torch.randn(2, 8, 7, 7)).square().mean().backward()
+
+
+@pytest.mark.usefixtures("group")
+def test_names_are_the_models_own() -> None:
+    model, state, ddp = _convolutions()
+    saved = state.state_dict(torch.compile(ddp))
+    names = [
+        f"{part}.{kind}" for part in ("_orig_mod", "pre_orig_mod.0") for kind in ("weight", "bias")
+    ]
+    assert list(saved["parameters"]) == names
+    state.load_state_dict(saved, model)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_rewrapped", [False, True])
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")
+def test_another_memory_format_scrambles_no_residual(is_rewrapped: bool) -> None:
+    _, state, ddp = _convolutions()
+    for _ in range(5):
+        _step(ddp)
+    saved, weights = state.state_dict(ddp), [p for p in ddp.parameters() if p.dim() == 4]
+    expected = [state.residual(weight).contiguous() for weight in weights]
+
+    model, loaded, other = _convolutions()
+    loaded.load_state_dict(saved, model)
+    loaded.start_powerSGD_iter = 1000  # plain steps leave residuals alone
+    if not is_rewrapped:
+        _step(other)
+    model.to(memory_format=torch.channels_last)
+    if is_rewrapped:
+        other = _wrap(model, loaded)
+    for step in range(3):
+        actual = [loaded.residual(p) for p in model.parameters() if p.dim() == 4]
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        loaded.min_compression_rate = 0.5 - 0.1 * step  # asks for new plans
+        _step(other)
+    state_strides = [loaded.spec(p).stride for p in model.parameters() if p.dim() == 4]
+    assert [s[1] == 1 for s in state_strides] == [is_rewrapped] * 2
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_that_come_later_are_the_same_models() -> None:
+    def train(run: Any, ddp: nn.Module, branches: list[int]) -> None:
+        for branch in branches:
+            run.zero_grad()
+            ddp(torch.randn(4, 16), branch).square().mean().backward()
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+            self.branches[2].requires_grad_(requires_grad=False)
+
+        def forward(self, inputs: Tensor, branch: int) -> Tensor:
+            return self.branches[branch](self.branches[2](inputs))
+
+    def wrap(model: nn.Module, state: Any) -> nn.Module:
+        options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0001, **options)
+        ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+        return ddp
+
+    model = Branches()
+    state = powersgd.PowerSGDState(None, 1, 2, 0.5)
+    train(model, wrap(model, state), [0] * 4)
+    saved = state.state_dict(model)
+    assert saved["parameters"]["branches.1.weight"]["position"] == -1
+
+    other, loaded = Branches(), powersgd.PowerSGDState(None, 1, 2, 0.5)
+    loaded.load_state_dict(saved, other)
+    ddp = wrap(other, loaded)
+    train(other, ddp, [0, 1, 0, 1])
+    weights = [branch.weight for branch in other.branches]
+    assert [loaded.residual(weight) is not None for weight in weights] == [True, True, False]
+    other.branches[2].requires_grad_(requires_grad=True)
+    train(other, wrap(other, loaded), [0, 1])
+    assert all(loaded.residual(weight) is not None for weight in weights)
+    with pytest.raises(ValueError, match="one PowerSGDState serves one model"):
+        train(other, wrap(Branches(), loaded), [0])
+
+
 @pytest.mark.usefixtures("group")
 def test_a_file_loads_whatever_the_model_is_wrapped_in(tmp_path: Path) -> None:
     run = Run().train(0, STOP)
@@ -368,13 +461,6 @@ def test_a_file_loads_whatever_the_model_is_wrapped_in(tmp_path: Path) -> None:
     (tmp_path / "state.pt").write_bytes(truncated)
     with pytest.raises((RuntimeError, OSError)):
         torch.load(tmp_path / "state.pt")
-
-
-@pytest.mark.usefixtures("group")
-def test_an_unpickled_state_is_not_saved_before_it_has_its_memory() -> None:
-    run = Run().train(0, STOP)
-    with pytest.raises(ValueError, match="takes up its memory in its first step"):
-        copy.deepcopy(run.state).state_dict(run.ddp)
 
 
 @pytest.mark.usefixtures("group")

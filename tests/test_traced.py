@@ -186,6 +186,33 @@ def test_settings_changed_after_compiling_warn_and_have_no_effect() -> None:
 
 
 @pytest.mark.usefixtures("_compiled_autograd")
+def test_residuals_follow_the_loss_scale_without_a_new_graph() -> None:
+    scales, bad = [1.0, 1.0, 1.0, 4.0, 4.0, 64.0, 8.0, 8.0, 0.5], 5
+    runs = [_Compiled(), _Compiled()]
+    runs[1].ddp.load_state_dict(runs[0].ddp.state_dict())
+
+    @torch.compile(backend="aot_eager")
+    def step(ddp: nn.Module, batch: Tensor, scale: Tensor) -> None:
+        (ddp(batch).square().mean() * scale).backward()
+
+    for i, scale in enumerate(scales):
+        batch = torch.randn(4, 40)
+        with torch.compiler.set_stance("fail_on_recompile" if i > 3 else "default"):
+            for run, factor in zip(runs, (1.0, scale), strict=True):
+                run.ddp.zero_grad()
+                run.state.loss_scale = factor
+                step(run.ddp, batch, torch.tensor(math.inf if i == bad else factor))
+        for plain, scaled in zip(*(run.ddp.parameters() for run in runs), strict=True):
+            assert i == bad or torch.equal(plain.grad * scale, scaled.grad)
+            left, scaled_left = (
+                r.state.residual(p) for r, p in zip(runs, (plain, scaled), strict=True)
+            )
+            assert (left is None) == (scaled_left is None) == (plain.dim() == 1)
+            assert left is None or torch.equal(left * scale, scaled_left)
+    assert all(run.state.residual(run.first.weight).any() for run in runs)
+
+
+@pytest.mark.usefixtures("_compiled_autograd")
 def test_wrong_use_is_named_while_compiling() -> None:
     first = _Compiled()
     first.train(1)
