@@ -30,7 +30,12 @@ def test_a_killed_rank_restarts_the_job(
 ) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = ["--max-restarts=1", str(Path(__file__).parent / "elastic_job.py"), kind, str(FATAL)]
-    environment = {**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(README.parent),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see the README
+    }
     done = subprocess.run(
         [*launch, *job], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
     )
