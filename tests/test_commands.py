@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import powersgd
 from compiled import cost, export, train
-from profiling import benchmark
+from profiling import benchmark, soak
 
 
 def _run(main: Callable[..., Any], *arguments: str) -> Any:
@@ -58,6 +58,28 @@ def test_benchmark_measures_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
     (row,) = saved["rows"]
     assert all(row[name]["median"] > 0 for name in ("torch", "ours", "compiled", "floor"))
     assert _run(benchmark.main, "--workload", "none").exit_code == 2
+
+
+def test_soak_reports_what_it_went_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "ALLOWED_GROWTH_MB", 100)  # nothing has settled so soon
+    save = str(tmp_path / "figures.json")
+    result = _run(soak.main, "--steps", "60", "--ranks", "2", "--every", "20", "--json", save)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(Path(save).read_text())
+    assert [figures[name] for name in ("steps", "ranks", "resumed")] == [60, 2, 2]
+    assert all(figures[name] > 0 for name in ("bad", "unused", "unused_by_all", "rescaled"))
+    assert figures["loss"][1] < figures["loss"][0]
+
+
+def test_soak_notices_what_grows() -> None:
+    flat = [soak.Segment(resident_mb=100.0, tensors=5) for _ in range(10)]
+    late = [*flat[:9], soak.Segment(resident_mb=103.0, tensors=6)]
+    early = [soak.Segment(resident_mb=50.0, tensors=1), *flat[1:]]
+    assert list(soak._find_growth([flat, early])) == []
+    assert list(soak._find_growth([flat, late])) == [
+        "rank 1: memory has grown by 3.0 MB since it had settled",
+        "rank 1: 1 tensors more",
+    ]
 
 
 def test_cost_of_compiling_is_paid_once(tmp_path: Path) -> None:
