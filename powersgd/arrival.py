@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from powersgd.agreement import require_agreement
 from powersgd.allocation import add_bucket
 from powersgd.collectives import wait
-from powersgd.compression import rehearse
 from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
 from powersgd.phases import EAGER
 from powersgd.plan import Plan, make_plan, make_square_plan
+from powersgd.rehearsal import rehearse
 from powersgd.saving import meet_model, require_fit
 from powersgd.settings import Settings
 from powersgd.state import PowerSGDState

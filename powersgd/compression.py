@@ -5,7 +5,7 @@ It starts no collective, and it changes what the state carries over in the last 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from powersgd.allocation import allocate, draw_q
 from powersgd.memory import BucketState
 from powersgd.phases import Steps
-from powersgd.plan import Plan, batch, unbatch_
+from powersgd.plan import batch, unbatch_
 from powersgd.state import PowerSGDState
 from powersgd.steps import replace_zero_rows
 from powersgd.steps import residual as compute_residual
@@ -158,26 +158,6 @@ def _restore_unused_(finite: Tensor, compression: Compression, old: list[Tensor]
 
 def _flatten(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([p.reshape(-1) for p in pieces]) if pieces else like.new_empty(0)
-
-
-def rehearse(state: PowerSGDState, plan: Plan, like: Tensor) -> None:
-    """Run the phases on zeros of the shapes to come, so that a compiler compiles them now.
-
-    Args:
-        state: The state. Not changed.
-        plan: A new bucket's plan.
-        like: A tensor of the bucket's dtype and device.
-    """
-    for group in plan.groups:
-        start = group.offsets[0]
-        group = replace(group, offsets=tuple(offset - start for offset in group.offsets))
-        count, n, m = len(group.members), group.n, group.m
-        matrix = batch(like.new_zeros(group.offsets[-1] + n * m), group)
-        residual = like.new_zeros(count, n, m) if state.in_force.use_error_feedback else None
-        p, q = like.new_zeros(count, group.rank, n), like.new_zeros(count, group.rank, m)
-        state.steps.compress_(matrix, residual, q)
-        state.steps.project(matrix, p)
-        state.steps.decompress_(matrix, residual, p, q, q.clone())
 
 
 def project(

@@ -25,7 +25,7 @@ LAYERS = (
     ("saving",),
     ("state",),
     ("allocation",),
-    ("compression", "agreement"),
+    ("compression", "agreement", "rehearsal"),
     ("arrival",),
     ("reduction",),
     ("traced", "sharing"),
