@@ -31,6 +31,7 @@ def require_agreement(
         device: Where the group's backend wants its tensors.
 
     Raises:
+        RuntimeError: If a collective fails.
         TypeError: If ``collect`` raised one.
         ValueError: If ``collect`` raised one, on this or on another rank, or if ranks differ; names
             the first differing fact and every rank's value.

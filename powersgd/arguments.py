@@ -31,13 +31,14 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     return result
 
 
-def number(name: str, value: Any, allowed: Literal["> 1e-38", "> 0", ">= 0"]) -> float:
+def number(name: str, value: Any, allowed: Literal["> 0", ">= 0"], above: float = 0.0) -> float:
     """Return ``value`` if it is a finite number in the allowed range.
 
     Args:
         name: The argument's name.
         value: What the user gave.
-        allowed: ``"> 1e-38"`` (what float32 can divide by), ``"> 0"`` or ``">= 0"``.
+        allowed: ``"> 0"`` or ``">= 0"``.
+        above: A greater number that it must exceed.
 
     Returns:
         The value.
@@ -49,10 +50,10 @@ def number(name: str, value: Any, allowed: Literal["> 1e-38", "> 0", ">= 0"]) ->
         result = math.nan if _is_bool(value) or isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, ArithmeticError, RuntimeError):
         result = math.nan
-    limit = float(allowed.split()[1])
-    is_allowed = result > limit or (result == limit and allowed == ">= 0")
+    is_allowed = result > above or (result == 0 and allowed == ">= 0")
     if not is_allowed or result == math.inf:
-        raise ValueError(f"{name} is {_show(value)}, but must be a finite number {allowed}")
+        limit = f"> {above}" if above else allowed
+        raise ValueError(f"{name} is {_show(value)}, but must be a finite number {limit}")
     return result
 
 

@@ -19,6 +19,7 @@ from powersgd.allocation import add_bucket
 from powersgd.collectives import wait
 from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
+from powersgd.names import named_parameters
 from powersgd.phases import EAGER
 from powersgd.plan import Plan, make_plan, make_square_plan
 from powersgd.rehearsal import rehearse
@@ -161,10 +162,10 @@ def require_home(state: PowerSGDState, group: dist.ProcessGroup) -> None:
     here = find_home(group)
     if state.origin is not None and state.origin != here:
         raise ValueError(
-            f"the state holds the residuals of rank {state.origin[0]} in a group of "
-            f"{state.origin[1]}, but this is rank {here[0]} in a group of {here[1]}: load the file "
-            "of this rank, or one made by powersgd.shared_state_dict, which fits any rank and "
-            "world size"
+            f"the state holds the residuals of rank {state.origin[0]}, in a group of "
+            f"{state.origin[1]}, but this is rank {here[0]} of the world, in a group of {here[1]}: "
+            "load the file of this rank, or one made by powersgd.shared_state_dict, which fits any "
+            "rank and world size"
         )
 
 
@@ -180,8 +181,9 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
 
     Raises:
         RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).
-        ValueError: On all ranks, if the parameters are another model's, a setting is not allowed,
-            or ranks differ in settings or plan.
+        ValueError: On all ranks, if the parameters are another model's, the process group is not
+            the state's, loaded residuals are another rank's, a copied state does not fit, or ranks
+            differ in settings, plan or kind of file.
     """
     is_settling = state.agreed is None or arrival.is_new
     # Not asked for a new model: the flag may be on its way in a group that has failed since.
@@ -195,13 +197,10 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
     terms = _Terms(state, arrival, is_settling)
     require_agreement(terms.collect, arrival.process_group, arrival.buffer.device)
     state.change = None
-    meet_model(state, arrival.module)
-    if arrival.is_new:
-        state.forget_layout()
+    meet_model(state, terms.names)
     state.positions.register(arrival.parameters, arrival.kind)
     if is_settling:
-        group = arrival.process_group
-        state.adopt(terms.settings, find_home(group))
+        state.adopt(terms.settings, find_home(arrival.process_group))
     return None if terms.plan is None else _take_in(state, arrival, terms, terms.plan)
 
 
@@ -210,6 +209,7 @@ class _Terms:
 
     settings: Settings
     specs: tuple[ParameterSpec, ...]
+    names: dict[str, nn.Parameter] | None = None
     plan: Plan | None = None
 
     def __init__(self, state: PowerSGDState, arrival: Arrival, is_settling: bool) -> None:
@@ -218,15 +218,15 @@ class _Terms:
     def collect(self) -> dict[str, Any]:
         """Check all that this rank can check alone, and make the plan."""
         state, arrival = self._state, self._arrival
-        model = None if arrival.module is None else set(arrival.module.parameters())
+        if arrival.module is not None:
+            self.names = named_parameters(arrival.module)
+        model = None if self.names is None else set(self.names.values())
         state.positions.require_same_model(arrival.parameters, model, is_new=arrival.is_new)
         require_same_group(state, arrival.process_group)
         require_home(state, arrival.process_group)
-        require_fit(state, arrival.module)
+        require_fit(state, self.names)
         self.settings = state.settings() if self._is_settling else state.in_force
-        # A parameter whose strides have changed lies as before until DDP is built anew.
-        read = ParameterSpec.of if arrival.is_new else state.spec
-        self.specs = tuple(read(parameter) for parameter in arrival.parameters)
+        self.specs = tuple(ParameterSpec.of(parameter) for parameter in arrival.parameters)
         if arrival.kind != "sparse":
             self.plan = _make_plan(self.specs, arrival, self.settings)
         return {
@@ -235,7 +235,7 @@ class _Terms:
             "the bucket's dtype": str(arrival.buffer.dtype),
             "whether the bucket's gradients are sparse": arrival.kind == "sparse",
             "whether the bucket is the last": arrival.is_last,
-            "whether the steps are powersgd.EAGER": state.steps is EAGER,
+            "whether the steps are powersgd.EAGER": state.steps == EAGER,
         }
 
 
@@ -287,6 +287,6 @@ def _take_in(state: PowerSGDState, arrival: Arrival, terms: _Terms, plan: Plan) 
         return known
     bucket = BucketState(key, tuple(arrival.parameters), terms.specs, plan)
     add_bucket(state, bucket, arrival.buffer)
-    if state.steps is not EAGER:
+    if state.steps != EAGER:
         rehearse(state, plan, arrival.buffer)
     return bucket

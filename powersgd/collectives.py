@@ -76,10 +76,12 @@ def explained() -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         # Some ranks may have had their answer before the group failed: they are a step ahead.
         raise type(error)(
-            "PowerSGD's process group has failed: a rank died, left the group or was too slow. "
-            "Load the last checkpoint on all ranks before you go on, because some may have ended "
-            f"a step that others have not. The backend says: {error}"
+            "a collective of PowerSGD has failed, mostly because a rank died, left the group or "
+            "was too slow. Load the last checkpoint on all ranks before you go on, because some "
+            f"may have ended a step that others have not. The backend says: {error}"
         ) from error

@@ -46,8 +46,9 @@ def powerSGD_hook(  # noqa: N802 (torch's name)
         RuntimeError: If there is no process group, a collective fails (a rank died, a timeout), or
             DDP's ``python_reducer`` is used without compiled autograd.
         TypeError: If ``state`` is not a `powersgd.PowerSGDState`.
-        ValueError: If the state serves another model, if its process group is not DDP's, or if
-            ranks differ in their settings or models.
+        ValueError: On all ranks, if the state serves another model, if its process group is not
+            DDP's, if it holds another rank's residuals or is a copy of another model's state, or if
+            ranks differ in their settings, models or kinds of files.
 
     References:
         Algorithms 1 and 2 of Vogels et al. (2019), arXiv:1905.13727.

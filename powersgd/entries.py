@@ -9,6 +9,7 @@ from torch import Tensor
 
 from powersgd.layout import ParameterSpec, matrix_shape
 from powersgd.memory import Carried
+from powersgd.settings import SMALLEST_SCALE
 
 _TENSORS = ("residual", "q", "spare")
 _FLAGS = ("is_owed", "is_square")
@@ -81,7 +82,7 @@ def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> 
     if broken:
         yield from (f"{name}.{k} is {entry.get(k)!r}" for k in broken)
         return
-    yield from _find_number_problems(name, entry, parameter)
+    yield from _find_number_problems(name, entry)
     held = entry["tensors"].split()
     yield from (f"unexpected {name}.{k}" for k in entry if k not in {*expected, *held})
     if ("q" in held) != ("spare" in held):
@@ -98,15 +99,14 @@ def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> 
             yield from _find_tensor_problems(name, part, entry, parameter, rank)
 
 
-def _find_number_problems(name: str, entry: Mapping[str, Any], parameter: Tensor) -> Iterator[str]:
+def _find_number_problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}.{k} is {entry[k]}" for k in _FLAGS if entry[k] not in (0, 1))
-    if not 1e-38 < entry["loss_scale"] < math.inf:
+    if not SMALLEST_SCALE < entry["loss_scale"] < math.inf:
         yield f"{name}.loss_scale is {entry['loss_scale']!r}"
-    kinds = ("", "sparse", str(parameter.dtype))
-    if entry["kind"] not in kinds or (entry["kind"] == "") != (entry["position"] == -1):
-        yield f"{name}.kind is {entry['kind']!r} and its position {entry['position']}"
-    elif entry["position"] < -1:
-        yield f"{name}.position is {entry['position']}"
+    kind, position = entry["kind"], entry["position"]
+    is_met = kind == "sparse" or kind.startswith("torch.")  # the dtype, when it was met first
+    if not (is_met and position >= 0) and (kind, position) != ("", -1):
+        yield f"{name} has the kind {kind!r} and the position {position}"
 
 
 def _find_tensor_problems(

@@ -107,10 +107,6 @@ class BucketState:
             if target is not None and source is not None and source.shape == target.shape:
                 target.copy_(source)
 
-    def spec(self, parameter: Tensor) -> ParameterSpec:
-        """Return how a parameter of this bucket lies in its buffer."""
-        return self.specs[self._index(parameter)]
-
     def _index(self, parameter: Tensor) -> int:
         return next(i for i, p in enumerate(self.parameters) if p is parameter)
 

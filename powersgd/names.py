@@ -22,7 +22,8 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     names = {}
     for name, parameter in inner.named_parameters():
         for path in reversed(compiled):  # inner ones first
-            name = name.replace(f"{path}._orig_mod.", f"{path}.", 1)
+            if name.startswith(f"{path}._orig_mod."):
+                name = f"{path}.{name.removeprefix(f'{path}._orig_mod.')}"
         names[name] = parameter
     return names
 

@@ -1,7 +1,8 @@
 """Where each parameter stands in its model: what makes random draws equal on all ranks."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
@@ -12,7 +13,8 @@ class Positions:
     """The parameters of one model, in an order that does not depend on the size of its buckets.
 
     Attributes:
-        is_complete: Whether a whole step was made of a model of which no more is known.
+        is_complete: Whether a whole step was made while the model was not known, so that other
+            parameters are another model's.
     """
 
     def __init__(self) -> None:
@@ -24,7 +26,7 @@ class Positions:
         return all(parameter in self._of for parameter in parameters)
 
     def require_same_model(
-        self, parameters: Sequence[Tensor], model: Collection[Tensor] | None, *, is_new: bool
+        self, parameters: Sequence[Tensor], model: AbstractSet[Tensor] | None, *, is_new: bool
     ) -> None:
         """Raise if a bucket belongs to another model than the buckets registered so far.
 
@@ -40,7 +42,7 @@ class Positions:
         unknown = sum(parameter not in self._of for parameter in parameters)
         is_foreign = self.is_complete or unknown < len(parameters) or (is_new and self._of)
         if model is not None:
-            is_foreign = not self._of.keys() | set(parameters) <= set(model)
+            is_foreign = not self._of.keys() | set(parameters) <= model
         if unknown and is_foreign:
             raise ValueError(
                 f"one PowerSGDState serves one model: it serves one of {len(self._of)} "

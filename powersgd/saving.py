@@ -57,7 +57,8 @@ class Saved:
             0
         """
         names = named_parameters(module)
-        _claim(self, names)
+        require_fit(self, names)
+        meet_model(self, names)
         return _pack(self, names)
 
     def load_state_dict(self, saved: Mapping[str, Any], module: nn.Module) -> None:
@@ -74,7 +75,7 @@ class Saved:
             RuntimeError: If a compiled backward already holds the state's memory.
             ValueError: If anything is missing, unexpected or does not fit; names all of it, and
                 nothing is loaded. On all ranks in the next step, if one of them was given the
-                residuals of another rank.
+                residuals of another rank, or some their own and others a shared file.
         """
         _load(self, saved, module)
 
@@ -97,41 +98,23 @@ class Saved:
         _thaw(self, saved)
 
 
-def require_fit(state: Any, module: nn.Module | None) -> None:
+def require_fit(state: Any, names: Mapping[str, Tensor] | None) -> None:
     """Raise if a state that was copied or unpickled does not fit the model that it meets.
 
     Args:
         state: The state. Not changed.
-        module: The model, or a DDP or compiled module around it; None if it is not known.
+        names: The model's parameters by name; None if the model is not known.
 
     Raises:
         ValueError: If it does not fit; names all that is wrong.
     """
-    if state.unclaimed is not None and module is None:
+    if state.unclaimed is None:
+        return
+    if names is None:
         raise ValueError(
             "a copied or pickled PowerSGDState was not given its memory back, because its DDP "
             "model is not among Python's objects: use state_dict and load_state_dict"
         )
-    if module is not None:
-        _require_fit(state, named_parameters(module))
-
-
-def meet_model(state: Any, module: nn.Module | None) -> None:
-    """Take up what was copied or unpickled, and remember the parameters' names.
-
-    Args:
-        state: The state, which `require_fit` has let pass.
-        module: The model, or a DDP or compiled module around it; None if it is not known.
-    """
-    if module is not None:
-        names = named_parameters(module)
-        _claim(state, names)
-        state.names = names
-
-
-def _require_fit(state: Any, names: Mapping[str, nn.Parameter]) -> None:
-    if state.unclaimed is None:
-        return
     rank = state.unclaimed["settings"]["matrix_approximation_rank"]
     problems = list(_misfits(state.unclaimed["parameters"], names, rank))
     if problems:
@@ -140,16 +123,23 @@ def _require_fit(state: Any, names: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _claim(state: Any, names: Mapping[str, nn.Parameter]) -> None:
-    _require_fit(state, names)
+def meet_model(state: Any, names: Mapping[str, Tensor] | None) -> None:
+    """Take up what was copied or unpickled, and remember the parameters' names.
+
+    Args:
+        state: The state, which `require_fit` has let pass.
+        names: The model's parameters by name; None if the model is not known.
+    """
+    if names is None:
+        return
+    state.names = names
     if state.unclaimed is not None:
         _take_up(state, state.unclaimed, names)
         state.unclaimed = None
 
 
 def _pack(state: Any, names: Mapping[str, Tensor]) -> dict[str, Any]:
-    served = state.served()
-    foreign = len(served - set(names.values()))
+    foreign = len(state.served() - set(names.values()))
     if foreign:
         raise ValueError(
             f"the state serves {foreign} parameters that this module does not have; give the model "
@@ -165,7 +155,6 @@ def _pack(state: Any, names: Mapping[str, Tensor]) -> dict[str, Any]:
         "parameters": {
             name: pack(state.positions.place(parameter), state.carried(parameter))
             for name, parameter in names.items()
-            if parameter.requires_grad or parameter in served
         },
     }
 
@@ -183,7 +172,7 @@ def _load(state: Any, saved: Mapping[str, Any], module: nn.Module) -> None:
         setattr(state, name, saved[name])
 
 
-def _take_up(state: Any, saved: Mapping[str, Any], names: Mapping[str, nn.Parameter]) -> None:
+def _take_up(state: Any, saved: Mapping[str, Any], names: Mapping[str, Tensor]) -> None:
     entries = {names[name]: entry for name, entry in saved["parameters"].items()}
     state.names = names
     state.loaded = {parameter: unpack(parameter, entry) for parameter, entry in entries.items()}
@@ -227,9 +216,7 @@ def _thaw(state: Any, saved: Mapping[str, Any]) -> None:
         state.origin = _origin(state.unclaimed)
 
 
-def _find_problems(
-    saved: Any, parameters: Mapping[str, nn.Parameter], settings: Settings
-) -> list[str]:
+def _find_problems(saved: Any, parameters: Mapping[str, Tensor], settings: Settings) -> list[str]:
     # One clause for each thing that keeps saved data from being taken over.
     if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
         kind = saved.get("format") if isinstance(saved, Mapping) else type(saved)
@@ -260,7 +247,7 @@ def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
 
 
 def _misfits(
-    entries: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], rank: int
+    entries: Mapping[str, Any], parameters: Mapping[str, Tensor], rank: int
 ) -> Iterator[str]:
     yield from (f"unexpected {name}" for name in entries if name not in parameters)
     for name, parameter in parameters.items():

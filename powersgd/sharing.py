@@ -66,9 +66,10 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
 
     device = next(module.parameters()).device
     require_agreement(collect, group, device)
-    for entry in saved["parameters"].values():
+    for name, parameter in named_parameters(module).items():
+        entry = saved["parameters"][name]
         if "residual" in entry:
-            entry["residual"] = _mean(entry["residual"], group)
+            entry["residual"] = _mean(entry["residual"], group).to(parameter.dtype)
     return saved
 
 
@@ -77,7 +78,7 @@ def _mean(residual: Tensor, group: dist.ProcessGroup) -> Tensor:
     wide = torch.promote_types(residual.dtype, torch.float32)
     total = residual.to(wide).contiguous()
     wait(start_mean_(torch.view_as_real(total) if total.is_complex() else total, group))
-    return total.to(residual.dtype)
+    return total
 
 
 class Checkpoint:
@@ -85,7 +86,8 @@ class Checkpoint:
 
     Each rank's residuals lie under a key with its rank, so that no rank gets those of another; or
     all ranks share their mean, and the checkpoint fits any number of ranks, as long as the first
-    rank of the state's group is the same.
+    rank of the state's group is the same. Load into a new state, or call ``state.reset()``
+    first: ``dcp.load`` asks for what a state holds, too, and ranks that differ in it get an error.
 
     Args:
         state: The state.
@@ -127,6 +129,7 @@ class Checkpoint:
             saved: The bytes under this rank's key.
 
         Raises:
+            KeyError: If there is no such key.
             RuntimeError: See `PowerSGDState.load_state_dict`.
             ValueError: See `PowerSGDState.load_state_dict`.
         """
@@ -135,6 +138,6 @@ class Checkpoint:
 
     def _key(self) -> str:
         # Ranks of the world, because several models may be trained by a group each.
-        if not self._shared:
-            return f"rank{dist.get_rank()}"
-        return f"shared{dist.get_global_rank(find_group(self._state.process_group), 0)}"
+        group = find_group(self._state.process_group)
+        first = dist.get_global_rank(group, 0)
+        return f"shared{first}" if self._shared else f"rank{dist.get_rank()}"

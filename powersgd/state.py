@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState, Carried
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
@@ -97,7 +96,6 @@ class PowerSGDState(Saved):
         self.random_seed = random_seed
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
-        self.iter = 0
         self.loss_scale = 1.0
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
@@ -106,16 +104,17 @@ class PowerSGDState(Saved):
                 "first step"
             )
         self._steps = steps
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
-        self.next_stats_report = 0
         self.handle = next(_handles)
         STATES[self.handle] = self
         self.reset()
         logger.info("PowerSGD config: %s", self.settings()._asdict())
 
     def reset(self) -> None:
-        """Forget what ranks have agreed on, the running step and all memory."""
+        """Forget all but the settings, as if no step had been made."""
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
         # What ranks have agreed on; settings that were changed since then wait for their turn.
         self.agreed: Settings | None = None
         self.agreed_group: Any = None
@@ -166,7 +165,7 @@ class PowerSGDState(Saved):
 
         Args:
             settings: The settings of the steps to come.
-            home: This rank in the process group, and the group's size.
+            home: This rank in the world, and the size of its group.
         """
         self.agreed, self.agreed_group = settings, self.process_group
         self.home, self.origin = home, None
@@ -175,6 +174,11 @@ class PowerSGDState(Saved):
                 bucket.residual, bucket.owed = None, {}
             if not settings.warm_start:
                 bucket.q = bucket.spare = None
+        for carried in self.loaded.values():
+            if not settings.use_error_feedback:
+                carried.residual, carried.is_owed = None, False
+            if not settings.warm_start:
+                carried.q = carried.spare = None
 
     def is_warming_up(self) -> bool:
         """Tell whether gradients are still averaged without compression."""
@@ -242,9 +246,8 @@ class PowerSGDState(Saved):
             parameter: A parameter of the model that this state serves.
 
         Returns:
-            Shape of ``parameter``, strides of its gradient; None if the parameter has no residual
-            (not compressed, no error feedback, no compressed step yet, or none since the state was
-            copied or unpickled).
+            Shape of ``parameter``; None if it has no residual (not compressed, no error feedback,
+            no compressed step yet, or a copied or unpickled state has not met its model yet).
         """
         carried = self.carried(parameter)
         if carried.residual is None:
@@ -252,11 +255,12 @@ class PowerSGDState(Saved):
         return carried.residual * (self.loss_scale / carried.loss_scale)
 
     def find_bucket(self, parameters: Sequence[Tensor], key: tuple[Any, ...]) -> BucketState | None:
-        """Look up the bucket of exactly these parameters under exactly this key."""
+        """Look up the bucket of exactly these parameters, as they lie now, under this key."""
         bucket = self._buckets.get(parameters[0])
         if bucket is None or bucket.key != key or len(bucket.parameters) != len(parameters):
             return None
-        same = all(a is b for a, b in zip(bucket.parameters, parameters, strict=True))
+        pairs = zip(bucket.parameters, bucket.specs, parameters, strict=True)
+        same = all(a is b and b.stride() == spec.stride for a, spec, b in pairs)
         return bucket if same else None
 
     def carried(self, parameter: Tensor) -> Carried:
@@ -265,17 +269,6 @@ class PowerSGDState(Saved):
             return self.loaded[parameter]
         bucket = self._buckets.get(parameter)
         return Carried() if bucket is None else bucket.carried(parameter)
-
-    def spec(self, parameter: Tensor) -> ParameterSpec:
-        """Return how a parameter lies in its bucket, also if its strides have changed since."""
-        bucket = self._buckets.get(parameter)
-        is_current = bucket is not None and bucket.key != ()
-        return bucket.spec(parameter) if bucket and is_current else ParameterSpec.of(parameter)
-
-    def forget_layout(self) -> None:
-        """Let no bucket be found again, because new ones may lie otherwise."""
-        for bucket in self._buckets.values():
-            bucket.key = ()
 
     def served(self) -> set[Tensor]:
         """Return all parameters that this state knows of."""

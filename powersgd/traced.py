@@ -33,6 +33,7 @@ from powersgd.arrival import (
 )
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
+from powersgd.names import named_parameters
 from powersgd.orthogonalization import orthogonalize
 from powersgd.owner import find_ddps
 from powersgd.plan import make_plan
@@ -124,7 +125,7 @@ def _is_first_of_trace(handle: int) -> bool:
 def _prepare(
     state: PowerSGDState, ddps: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]
 ) -> None:
-    process_group = ddps[-1].process_group
+    process_group, names = ddps[-1].process_group, named_parameters(ddps[-1])
     specs = [ParameterSpec.of(parameter) for parameter in parameters]
     settings = state.settings() if state.traced is None else state.in_force
 
@@ -136,7 +137,8 @@ def _prepare(
             )
         require_same_group(state, process_group)
         require_home(state, process_group)
-        require_fit(state, ddps[-1])
+        state.positions.require_same_model(parameters, set(names.values()), is_new=False)
+        require_fit(state, names)
         if not settings.warm_start:
             raise ValueError("warm_start is False, but must be True with DDP's python_reducer")
         return {
@@ -146,7 +148,7 @@ def _prepare(
 
     device = parameters[0].device
     require_agreement(collect, process_group, device)
-    meet_model(state, ddps[-1])
+    meet_model(state, names)
     for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
         state.positions.register([p for p in parameters if str(p.dtype) == kind], kind)
     if state.traced is None:
@@ -191,9 +193,11 @@ def reduce_parameter(state: PowerSGDState, gradient: Tensor, parameter: Tensor) 
         parameter: A parameter of the DDP model at which the hook is registered.
 
     Raises:
-        RuntimeError: If backward is not being compiled, or the DDP model cannot be found.
-        ValueError: On all ranks, if the state has no warm start or serves another model, or if
-            ranks differ in settings or models. The compiler wraps it.
+        RuntimeError: If backward is not being compiled, the DDP model cannot be found, or a
+            collective fails.
+        ValueError: On all ranks, if the state has no warm start, serves another model or process
+            group, holds another rank's residuals or is a copy that does not fit, or if ranks differ
+            in settings or models. The compiler wraps it.
     """
     if not torch.compiler.is_compiling():
         raise RuntimeError(

@@ -8,6 +8,7 @@ thrown away without a reason or a bad one is not, or if memory grows.
 import gc
 import json
 import math
+import resource
 import sys
 import tempfile
 import time
@@ -205,7 +206,8 @@ def soak(rank: int, directory: Path, steps: int, every: int, seed: int) -> list[
 
 def _resident_mb() -> float:
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * 4096 / 1e6 if statm.exists() else 0.0
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return pages * resource.getpagesize() / 1e6
 
 
 def _work(rank: int, world_size: int, directory: str, *arguments: int) -> None:
@@ -217,19 +219,23 @@ def _work(rank: int, world_size: int, directory: str, *arguments: int) -> None:
     dist.destroy_process_group()
 
 
+def _settled(segments: list[Segment]) -> Segment:
+    return segments[math.ceil(SETTLED * len(segments)) - 1]
+
+
 def _find_growth(ranks: list[list[Segment]]) -> Iterator[str]:
     for rank, segments in enumerate(ranks):
-        settled = segments[math.ceil(SETTLED * len(segments)) - 1 :]
-        grown = settled[-1].resident_mb - settled[0].resident_mb
+        first, last = _settled(segments), segments[-1]
+        grown = last.resident_mb - first.resident_mb
         if grown > ALLOWED_GROWTH_MB:
             yield f"rank {rank}: memory has grown by {grown:.1f} MB since it had settled"
-        if settled[-1].tensors > settled[0].tensors:
-            yield f"rank {rank}: {settled[-1].tensors - settled[0].tensors} tensors more"
+        if last.tensors > first.tensors:
+            yield f"rank {rank}: {last.tensors - first.tensors} tensors more"
 
 
 def _summary(ranks: list[list[Segment]], seconds: float) -> dict[str, Any]:
     segments = ranks[0]
-    settled = segments[math.ceil(SETTLED * len(segments)) - 1]
+    settled = _settled(segments)
     totals = {
         name: sum(getattr(segment, name) for segment in segments)
         for name in ("steps", "bad", "unused", "unused_by_all", "rescaled")

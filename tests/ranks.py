@@ -87,7 +87,7 @@ def _run(
     global _trace
     _trace = Path(directory, f"{rank}.trace").open("w")  # noqa: SIM115 (as long as the process)
     faulthandler.enable(_trace)
-    watch(timeout_s - 10)
+    watch(max(1, timeout_s - 10))
     torch.set_num_threads(1)
     outcome: tuple[str, Any]
     try:

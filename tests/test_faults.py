@@ -115,7 +115,7 @@ def _lose_a_rank(rank: int, where: str, directory: Path) -> list[Tensor] | None:
     if rank == 1:
         with _killed(where, job):
             job.step(rank)
-    with pytest.raises(RuntimeError, match=r"process group has failed.*Load the last checkpoint"):
+    with pytest.raises(RuntimeError, match=r"PowerSGD has failed.*Load the last checkpoint"):
         job.step(rank)
     assert time.monotonic() - start < TIMEOUT_S + 5
     assert len(before) == (0 if where == "warm-up" else 2)
@@ -183,7 +183,7 @@ def _lose_the_group(rank: int, directory: Path) -> Tensor:
     if rank == 1:
         threading.Timer(0.5, dist.distributed_c10d._abort_process_group).start()
         time.sleep(1)
-    with pytest.raises(RuntimeError, match=r"process group( has failed|: call)"):
+    with pytest.raises(RuntimeError, match=r"PowerSGD has failed|process group: call"):
         job.step(rank)
     assert all(map(torch.equal, before, job.residuals()))
     _rebuild_group(directory, rank, 2)
@@ -198,22 +198,21 @@ def test_a_group_that_was_aborted_is_an_error_and_a_new_one_works(tmp_path: Path
     assert torch.equal(first, second)
 
 
-def _resume_with_another_model(rank: int, directory: Path) -> None:
-    del directory
+def _load_a_damaged_file(rank: int) -> None:
     job = _Job()
     saved = job.state.state_dict(job.model)
     if rank == 1:
-        saved["parameters"]["first"]["shape"] = [4, 7]
-        with pytest.raises(ValueError, match="cannot load"):
+        del saved["parameters"]["first"]
+        with pytest.raises(ValueError, match=r"cannot load .* missing first"):
             job.state.load_state_dict(saved, job.model)
         _kill()  # as a script would end that does not catch it
     job.state.load_state_dict(saved, job.model)
-    with pytest.raises(RuntimeError, match="process group has failed"):
+    with pytest.raises(RuntimeError, match="collective of PowerSGD has failed"):
         job.step(rank)
 
 
-def test_a_rank_that_cannot_load_its_file_is_an_error_on_the_others(tmp_path: Path) -> None:
-    run_ranks(_resume_with_another_model, 2, tmp_path, group_timeout_s=TIMEOUT_S, mortal=[1])
+def test_a_rank_that_cannot_load_its_file_is_an_error_on_the_others() -> None:
+    run_ranks(_load_a_damaged_file, 2, group_timeout_s=TIMEOUT_S, mortal=[1])
 
 
 class _Boom(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """The whole step compiled: the hook inside the backward graph, and DDPOptimizer."""
 
+import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,6 +211,36 @@ def test_residuals_follow_the_loss_scale_without_a_new_graph() -> None:
             assert (left is None) == (scaled_left is None) == (plain.dim() == 1)
             assert left is None or torch.equal(left * scale, scaled_left)
     assert all(run.state.residual(run.first.weight).any() for run in runs)
+
+
+@pytest.mark.usefixtures("_compiled_autograd")
+def test_a_graph_takes_up_what_was_loaded_or_copied() -> None:
+    run = _Compiled()
+    run.train(5)
+    loaded, copied = _Compiled(), _Compiled(copy.deepcopy(run.state))
+    loaded.state.load_state_dict(run.state.state_dict(run.ddp), loaded.ddp)
+    runs = (run, loaded, copied)
+    for each in runs:
+        each.ddp.load_state_dict(run.ddp.state_dict())
+        each.ddp.zero_grad()
+        torch.manual_seed(1)
+        each.train(1)
+        assert each.state.iter == 6
+        expected = run.state.residual(run.first.weight)
+        assert torch.equal(each.state.residual(each.first.weight), expected)
+
+
+@pytest.mark.usefixtures("_compiled_autograd")
+def test_a_graph_refuses_what_belongs_to_another_model_or_rank() -> None:
+    run = _Compiled()
+    run.train(4)
+    saved = run.state.state_dict(run.ddp)
+    other, foreign = _Compiled(), _Compiled()
+    other.state.load_state_dict(saved, run.ddp)
+    foreign.state.load_state_dict(saved | {"rank": 1}, foreign.ddp)
+    for each, message in ((other, "serves one model"), (foreign, "holds the residuals of rank 1")):
+        with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError, match=message):
+            each.train(1)
 
 
 @pytest.mark.usefixtures("_compiled_autograd")

@@ -23,7 +23,7 @@ class Run:
         self.model = nn.Sequential(
             nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 9)
         )
-        self.model.append(nn.Linear(9, 9))  # its matrix is too small to compress at rank 4
+        self.model.append(nn.Linear(9, 9))
         self.model.to(dtype)
         self.dtype, self.bucket_cap_mb = dtype, bucket_cap_mb
         self.wrap(powersgd.PowerSGDState(None, **(SETTINGS | settings)))
