@@ -24,7 +24,7 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
         result = None if _is_bool(value) else operator.index(value)
     except (TypeError, RuntimeError):  # tensors raise the latter
         result = None
-    if result is None or abs(result) >= 1 << 63:
+    if result is None or not -(1 << 63) <= result < 1 << 63:
         raise ValueError(f"{name} is {_show(value)}, but must be {allowed}, of 64 bits at most")
     if minimum is not None and result < minimum:
         raise ValueError(f"{name} is {value!r}, but must be {allowed}")

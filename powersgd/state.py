@@ -139,7 +139,15 @@ class PowerSGDState(Saved):
         self.unclaimed: Mapping[str, Any] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a ValueError if it is a setting and the value is not allowed."""
+        """Set an attribute.
+
+        Raises:
+            AttributeError: If there is none of this name: a setting was misspelt.
+            ValueError: If it is a setting and the value is not allowed.
+        """
+        is_made = type(self) is PowerSGDState and "unclaimed" in self.__dict__  # set last
+        if is_made and not hasattr(self, name):
+            raise AttributeError(f"PowerSGDState has no attribute {name!r} to set")
         super().__setattr__(name, check(name, value))
 
     @property

@@ -430,6 +430,17 @@ def test_a_setting_is_checked_when_it_is_set(name: str, value: Any) -> None:
     assert getattr(state, name) is before
 
 
+def test_a_setting_that_is_misspelt_is_an_error() -> None:
+    state = powersgd.PowerSGDState(None)
+    with pytest.raises(AttributeError, match="no attribute 'matrix_aproximation_rank' to set"):
+        state.matrix_aproximation_rank = 4
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
+def test_any_integer_of_64_bits_is_a_seed(seed: int) -> None:
+    assert powersgd.PowerSGDState(None, random_seed=seed).random_seed == seed
+
+
 def test_a_setting_is_kept_as_a_plain_number() -> None:
     state = PowerSGDState(None)
     state.iter = torch.tensor(5)
