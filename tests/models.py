@@ -220,8 +220,8 @@ def run_cases(rank: int, cases: Iterable[Case]) -> dict[str, list[Step] | str | 
     gc.freeze()  # whoever walks all objects need not walk torch's for every case
     results: dict[str, list[Step] | str | None] = {}
     for case in cases:
-        watch(45)  # before the group gives up
-        group = dist.new_group(case.members, timeout=timedelta(seconds=60))
+        watch(100)  # before the group gives up
+        group = dist.new_group(case.members, timeout=timedelta(seconds=120))
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             results[case.name] = None
             continue
