@@ -25,13 +25,19 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     except (TypeError, RuntimeError):  # tensors raise the latter
         result = None
     if result is None or not -(1 << 63) <= result < 1 << 63:
-        raise ValueError(f"{name} is {_show(value)}, but must be {allowed}, of 64 bits at most")
+        raise ValueError(f"{name} is {show(value)}, but must be {allowed}, of 64 bits at most")
     if minimum is not None and result < minimum:
         raise ValueError(f"{name} is {value!r}, but must be {allowed}")
     return result
 
 
-def number(name: str, value: Any, allowed: Literal["> 0", ">= 0"], above: float = 0.0) -> float:
+def number(
+    name: str,
+    value: Any,
+    allowed: Literal["> 0", ">= 0"],
+    above: float = 0.0,
+    below: float = math.inf,
+) -> float:
     """Return ``value`` if it is a finite number in the allowed range.
 
     Args:
@@ -39,6 +45,7 @@ def number(name: str, value: Any, allowed: Literal["> 0", ">= 0"], above: float 
         value: What the user gave.
         allowed: ``"> 0"`` or ``">= 0"``.
         above: A greater number that it must exceed.
+        below: A number that it must not reach.
 
     Returns:
         The value.
@@ -51,9 +58,9 @@ def number(name: str, value: Any, allowed: Literal["> 0", ">= 0"], above: float 
     except (TypeError, ValueError, ArithmeticError, RuntimeError):
         result = math.nan
     is_allowed = result > above or (result == 0 and allowed == ">= 0")
-    if not is_allowed or result == math.inf:
-        limit = f"> {above}" if above else allowed
-        raise ValueError(f"{name} is {_show(value)}, but must be a finite number {limit}")
+    if not is_allowed or result >= below:
+        limit = f"> {above} and < {below}" if above else allowed
+        raise ValueError(f"{name} is {show(value)}, but must be a finite number {limit}")
     return result
 
 
@@ -75,7 +82,7 @@ def flag(name: str, value: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):  # several values in one
         is_allowed = False
     if not is_allowed:
-        raise ValueError(f"{name} is {_show(value)}, but must be True or False")
+        raise ValueError(f"{name} is {show(value)}, but must be True or False")
     return bool(value)
 
 
@@ -94,7 +101,7 @@ def group(name: str, value: Any) -> Any:
     """
     if value is not None and not callable(getattr(value, "allreduce", None)):
         raise ValueError(
-            f"{name} is {_show(value)}, but must be None or a process group with this rank in it"
+            f"{name} is {show(value)}, but must be None or a process group with this rank in it"
         )
     return value
 
@@ -120,7 +127,8 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """Return a value's text, of at most 100 characters, for an error."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints

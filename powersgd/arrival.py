@@ -136,7 +136,10 @@ def require_same_group(state: PowerSGDState, theirs: dist.ProcessGroup) -> None:
         mine = dist.get_process_group_ranks(find_group(state.process_group))
     except KeyError:
         raise ValueError("the state's process group has been destroyed") from None
-    ranks = dist.get_process_group_ranks(theirs)
+    try:
+        ranks = dist.get_process_group_ranks(theirs)
+    except KeyError:
+        raise ValueError("DDP's process group has been destroyed: make a new DDP model") from None
     if mine != ranks:
         raise ValueError(
             f"the state's process group has the ranks {mine}, but DDP averages over the "

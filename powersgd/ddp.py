@@ -135,9 +135,9 @@ def _run(
         _end_with_backward(state)
     future = reduce_bucket(state, arrival)
     _remember(state, bucket, ddp, is_first=arrival.is_first)
-    if bucket.is_last():
+    if arrival.is_last:
         _close(state)
-    state.maybe_increase_iter(bucket)
+        state.count_iteration()
     return future
 
 
@@ -170,23 +170,29 @@ def _describe(
     is_square: bool,
 ) -> Arrival:
     # In the first step of a static graph, when the whole backward is over, DDP gives every bucket
-    # the number 0 and does not say which is the last: each ends a step of its own.
+    # the number 0 and does not say which is the last: the one that completes the model.
     parameters, is_static = bucket.parameters(), ddp is not None and ddp.static_graph
     is_known = state.owner is not None and ddp is state.owner.find()
-    is_alone = is_static and not (is_known and state.owner.seen.issuperset(parameters))
+    seen = state.owner.seen if is_known else set()
+    is_unnumbered = is_static and not seen.issuperset(parameters)
     is_first = bucket.index() <= state.last_index
+    is_complete = is_unnumbered and seen.union(parameters).issuperset(_trainable(ddp))
     return Arrival(
         bucket.buffer(),
         parameters,
         ddp,
         find_group(state.process_group) if ddp is None else ddp.process_group,
         # A backward that was aborted may have left its last bucket's number.
-        is_first=is_new or (state.last_index == math.inf if is_alone else is_first),
-        is_last=bucket.is_last() or is_alone,
+        is_first=is_new or (state.last_index == math.inf if is_unnumbered else is_first),
+        is_last=bucket.is_last() or is_complete,
         is_new=is_new,
         is_square=is_square,
         may_be_unused=ddp is None or is_static or ddp.find_unused_parameters,
     )
+
+
+def _trainable(ddp: DistributedDataParallel | None) -> list[torch.Tensor]:
+    return [] if ddp is None else [p for p in ddp._module_parameters if p.requires_grad]
 
 
 def _remember(

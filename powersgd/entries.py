@@ -1,33 +1,37 @@
 """What a parameter carries over as plain data, and what is wrong with such data."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from powersgd.arguments import show
 from powersgd.layout import ParameterSpec, matrix_shape
 from powersgd.memory import Carried
-from powersgd.settings import SMALLEST_SCALE
+from powersgd.settings import LARGEST_SCALE, SMALLEST_SCALE
 
 _TENSORS = ("residual", "q", "spare")
 _FLAGS = ("is_owed", "is_square")
-_HALVES = (torch.float16, torch.bfloat16)  # of hooks wrapped around ours
 
 
-def pack(place: tuple[str, int], carried: Carried) -> dict[str, Any]:
+def pack(parameter: Tensor, place: tuple[str, int], carried: Carried) -> dict[str, Any]:
     """Make a parameter's entry: tensors, numbers and strings.
 
     Args:
+        parameter: The parameter.
         place: Its position in the model, see `powersgd.positions`.
         carried: What it carries over.
 
     Returns:
-        The entry; its tensors are copies.
+        The entry; its tensors are copies, of the parameter's dtype.
     """
     tensors = {name: getattr(carried, name) for name in _TENSORS}
-    kept = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor is not None}
+    kept = {
+        name: tensor.detach().to(_expected_dtype(name, parameter), copy=True)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
     return {
         "kind": place[0],
         "position": place[1],
@@ -80,7 +84,7 @@ def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> 
         return
     broken = [k for k, kind in expected.items() if type(entry.get(k)) is not kind]
     if broken:
-        yield from (f"{name}.{k} is {entry.get(k)!r}" for k in broken)
+        yield from (f"{name}.{k} is {show(entry.get(k))}" for k in broken)
         return
     yield from _find_number_problems(name, entry)
     held = entry["tensors"].split()
@@ -101,7 +105,7 @@ def find_entry_problems(name: str, entry: Any, parameter: Tensor, rank: int) -> 
 
 def _find_number_problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}.{k} is {entry[k]}" for k in _FLAGS if entry[k] not in (0, 1))
-    if not SMALLEST_SCALE < entry["loss_scale"] < math.inf:
+    if not SMALLEST_SCALE < entry["loss_scale"] < LARGEST_SCALE:
         yield f"{name}.loss_scale is {entry['loss_scale']!r}"
     kind, position = entry["kind"], entry["position"]
     is_met = kind == "sparse" or kind.startswith("torch.")  # the dtype, when it was met first
@@ -113,17 +117,21 @@ def _find_tensor_problems(
     name: str, part: str, entry: Mapping[str, Any], parameter: Tensor, rank: int
 ) -> Iterator[str]:
     tensor = entry[part]
-    if tensor.layout != torch.strided or tensor.is_meta:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         yield f"{name}.{part} is {'a meta' if tensor.is_meta else 'not a dense'} tensor"
         return
     shape = _expected_shape(part, entry, parameter, rank)
     if tensor.shape != shape:
         yield f"{name}.{part} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}"
-    dtype = parameter.dtype if part == "residual" else parameter.dtype.to_real()
-    if tensor.dtype != dtype and (dtype.is_complex or tensor.dtype not in _HALVES):
+    dtype = _expected_dtype(part, parameter)
+    if tensor.dtype != dtype:
         yield f"{name}.{part} is {tensor.dtype}, expected {dtype}"
     elif not tensor.isfinite().all():
         yield f"{name}.{part} is not finite"
+
+
+def _expected_dtype(part: str, parameter: Tensor) -> torch.dtype:
+    return parameter.dtype if part == "residual" else parameter.dtype.to_real()
 
 
 def _expected_shape(

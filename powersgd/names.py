@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from powersgd.arguments import show
+
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Name a model's parameters alike, whatever it is wrapped in.
@@ -14,7 +16,12 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
     Returns:
         The parameters by name, tied ones once.
+
+    Raises:
+        ValueError: If it is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module is {show(module)}, but must be a torch.nn.Module")
     inner: Any = module
     while _is_compiled(inner) or isinstance(inner, nn.parallel.DistributedDataParallel):
         inner = inner._orig_mod if _is_compiled(inner) else inner.module

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from powersgd.arguments import show
 from powersgd.entries import find_entry_problems, pack, unpack
 from powersgd.names import named_parameters
 from powersgd.settings import Settings
@@ -57,9 +58,7 @@ class Saved:
             0
         """
         names = named_parameters(module)
-        require_fit(self, names)
-        meet_model(self, names)
-        return _pack(self, names)
+        return _pack(_claimed(self, names), names)
 
     def load_state_dict(self, saved: Mapping[str, Any], module: nn.Module) -> None:
         """Go on exactly from where `state_dict` was called; on all ranks before the same step.
@@ -82,7 +81,8 @@ class Saved:
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep: all but the process group.
 
-        Memory is kept by parameter name; the next DDP model takes it up in its first step.
+        Memory is kept by parameter name; the next DDP model takes it up in its first step. Settings
+        that were set but are not in force yet are in force then, too.
 
         Raises:
             ValueError: If the model was not found, so that its parameters have no names.
@@ -119,7 +119,8 @@ def require_fit(state: Any, names: Mapping[str, Tensor] | None) -> None:
     problems = list(_misfits(state.unclaimed["parameters"], names, rank))
     if problems:
         raise ValueError(
-            "this PowerSGDState was copied or pickled with another model: " + "; ".join(problems)
+            "this PowerSGDState was copied or pickled and does not fit the model: "
+            + "; ".join(problems)
         )
 
 
@@ -138,6 +139,13 @@ def meet_model(state: Any, names: Mapping[str, Tensor] | None) -> None:
         state.unclaimed = None
 
 
+def _claimed(state: Any, names: Mapping[str, Tensor]) -> Any:
+    if state.unclaimed is not None:
+        require_fit(state, names)
+        meet_model(state, names)
+    return state
+
+
 def _pack(state: Any, names: Mapping[str, Tensor]) -> dict[str, Any]:
     foreign = len(state.served() - set(names.values()))
     if foreign:
@@ -153,7 +161,7 @@ def _pack(state: Any, names: Mapping[str, Tensor]) -> dict[str, Any]:
         "world_size": world_size,
         "settings": state.in_force._asdict(),
         "parameters": {
-            name: pack(state.positions.place(parameter), state.carried(parameter))
+            name: pack(parameter, state.positions.place(parameter), state.carried(parameter))
             for name, parameter in names.items()
         },
     }
@@ -227,11 +235,11 @@ def _find_problems(saved: Any, parameters: Mapping[str, Tensor], settings: Setti
         return [f"missing {k}" for k in missing]
     lowest = {"rank": SHARED, "world_size": 1}
     wrong = [
-        k for k in counts if type(saved[k]) is not int or not lowest.get(k, 0) <= saved[k] < 2**63
+        k for k in counts if type(saved[k]) is not int or not lowest.get(k, 0) <= saved[k] < 2**62
     ]
     wrong += [k for k in ("settings", "parameters") if not isinstance(saved[k], Mapping)]
     if wrong:
-        return [f"{k} is {saved[k]!r}" for k in wrong]
+        return [f"{k} is {show(saved[k])}" for k in wrong]
     rank = settings.matrix_approximation_rank
     if type(saved["settings"].get("matrix_approximation_rank")) is int:
         rank = saved["settings"]["matrix_approximation_rank"]
@@ -243,7 +251,7 @@ def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
     for name in _SHAPING:
         then, now = saved.get(name), getattr(settings, name)
         if not isinstance(then, int | float) or then != now:
-            yield f"{name} was {then!r} when it was saved and is {now!r} now"
+            yield f"{name} was {show(then)} when it was saved and is {now!r} now"
 
 
 def _misfits(

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from powersgd.arguments import flag, group, integer, number
 
-SMALLEST_SCALE = 1e-38  # that float32 can divide by
+SMALLEST_SCALE, LARGEST_SCALE = 1e-38, 1e38  # between which float32 can divide
 _CHECKS: dict[str, tuple[Any, ...]] = {
     "process_group": (group,),
     "matrix_approximation_rank": (integer, 1),
@@ -17,7 +17,7 @@ _CHECKS: dict[str, tuple[Any, ...]] = {
     "compression_stats_logging_frequency": (integer,),
     "batch_tensors_with_same_shape": (flag,),
     "iter": (integer, 0),
-    "loss_scale": (number, "> 0", SMALLEST_SCALE),
+    "loss_scale": (number, "> 0", SMALLEST_SCALE, LARGEST_SCALE),
 }
 
 

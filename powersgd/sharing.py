@@ -134,7 +134,11 @@ class Checkpoint:
             ValueError: See `PowerSGDState.load_state_dict`.
         """
         file = io.BytesIO(saved[self._key()])
-        self._state.load_state_dict(torch.load(file, map_location="cpu"), self._module)
+        try:
+            state = torch.load(file, map_location="cpu")
+        except Exception as error:
+            raise ValueError(f"the bytes of {self._key()} cannot be read: {error!r}") from error
+        self._state.load_state_dict(state, self._module)
 
     def _key(self) -> str:
         # Ranks of the world, because several models may be trained by a group each.

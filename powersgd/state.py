@@ -104,6 +104,7 @@ class PowerSGDState(Saved):
                 "first step"
             )
         self._steps = steps
+        self.owner: Any = None  # the front end's: whose state it is
         self.handle = next(_handles)
         STATES[self.handle] = self
         self.reset()
@@ -125,8 +126,7 @@ class PowerSGDState(Saved):
         # The running step; the reduction's.
         self.in_flight: list[Any] = []
         self.change: Any = None
-        # The front end's: whose state it is, and where the step stands.
-        self.owner: Any = None
+        # The front end's: where the step stands.
         self.last_index: float = math.inf
         # What graphs need, if the compiler traces the hook, and by which they find the state.
         self.traced: Any = None

@@ -77,3 +77,4 @@ if __name__ == "__main__":
     losses = train(sys.argv[1], int(sys.argv[2]))
     torch.save(losses, f"losses{dist.get_rank()}.pt")
     dist.destroy_process_group()
+    os._exit(0)  # some of torch's threads abort an interpreter that ends while they run

@@ -90,6 +90,31 @@ def test_a_copied_state_is_copied_before_its_first_step() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_copy_is_named_by_its_ddp_model_whatever_was_saved() -> None:
+    run = Run().train(0, STOP)
+    run.state.state_dict(nn.ModuleDict({"outer": run.ddp}))
+    other = _beside(run, copy.deepcopy(run.state))
+    assert_same(other.train(STOP, STOP + 2).outcome(), run.train(STOP, STOP + 2).outcome())
+
+
+@pytest.mark.usefixtures("group")
+def test_a_copy_has_the_dtype_that_the_model_has_come_to_have() -> None:
+    run = Run().train(0, STOP)
+    run.model.to(torch.float64)
+    copied = copy.deepcopy(run.state)
+    run.state.load_state_dict(run.state.state_dict(run.ddp), run.ddp)
+    other = Run(dtype=torch.float64)
+    other.model.load_state_dict(run.model.state_dict())
+    other.wrap(copied)
+    run.dtype = torch.float64
+    run.wrap(run.state)
+    for each in (run, other):
+        each.optimizer = torch.optim.SGD(each.model.parameters(), lr=0.1)
+        each.train(STOP, STOP + 2)
+    assert_same(other.outcome(), run.outcome())
+
+
+@pytest.mark.usefixtures("group")
 def test_another_model_is_refused_and_the_copy_stays_whole() -> None:
     run = Run().train(0, STOP)
     copied = copy.deepcopy(run.state)
@@ -97,7 +122,7 @@ def test_another_model_is_refused_and_the_copy_stays_whole() -> None:
     other.model[2] = nn.Linear(32, 32, bias=False)
     other.model[4], other.model[5] = nn.Linear(32, 10), nn.Linear(10, 9)
     other.wrap(copied)
-    with pytest.raises(ValueError, match="copied or pickled with another model") as error:
+    with pytest.raises(ValueError, match="copied or pickled and does not fit the model") as error:
         other.train(STOP, STOP + 1)
     assert "unexpected 2.bias" in str(error.value)
     assert "4.weight.residual has the shape (9, 32), expected (10, 32)" in str(error.value)

@@ -134,3 +134,21 @@ def test_numbers_that_cannot_be_are_named() -> None:
     assert str(error.value).count(";") == len(expected) - 1
     with pytest.raises(ValueError, match=r"missing 0.weight; missing 0.bias; missing 2.weight"):
         run.state.load_state_dict(saved | {"parameters": {}}, run.ddp)
+
+
+@pytest.mark.usefixtures("group")
+def test_bytes_that_cannot_be_read_and_what_is_no_module_are_named() -> None:
+    run = Run().train(0, STOP)
+    checkpoint = powersgd.Checkpoint(run.state, run.ddp)
+    whole = checkpoint.state_dict()["rank0"]
+    for damaged in (b"", b"junk", whole[:-900], whole[:40]):
+        with pytest.raises(ValueError, match="the bytes of rank0 cannot be read"):
+            checkpoint.load_state_dict({"rank0": damaged})
+    with pytest.raises(ValueError, match=r"module is .*, but must be a torch\.nn\.Module"):
+        run.state.load_state_dict(run.ddp, run.state.state_dict(run.ddp))  # the wrong way round
+    saved = run.state.state_dict(run.ddp)
+    saved["parameters"]["0.weight"]["position"] = torch.zeros(100, 100)
+    with pytest.raises(ValueError, match=r"0.weight.position is tensor") as error:
+        run.state.load_state_dict(saved, run.ddp)
+    assert len(str(error.value)) < 400
+    assert run.state.iter == STOP

@@ -77,7 +77,7 @@ def test_a_state_that_is_not_told_the_scale_goes_astray() -> None:
 
 def test_a_loss_scale_that_is_none_is_refused() -> None:
     state = powersgd.PowerSGDState(None)
-    for value in (0, -1, 1e-320, torch.inf, "2"):
+    for value in (0, -1, 1e-320, 1e39, torch.inf, "2"):
         with pytest.raises(
             ValueError, match=r"loss_scale is .*, but must be a finite number > 1e-38"
         ):

@@ -1,5 +1,6 @@
 """The hooks against what they must equal: the paper, torch's own hook, the truncated SVD."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -36,11 +37,13 @@ class Linear(nn.Module):
         return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
 
 
+_GENERATORS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
 def _torch_draws(state: Any, bucket: BucketState, like: Tensor) -> Tensor:
     """The random Q that torch's hook draws."""
-    if not hasattr(state, "rng"):
-        state.rng = np.random.RandomState(state.random_seed)
-    torch.manual_seed(state.rng.randint(1_000_000_000))
+    rng = _GENERATORS.setdefault(state, np.random.RandomState(state.random_seed))
+    torch.manual_seed(rng.randint(1_000_000_000))
     factors = [  # torch's hook, too, goes through the matrices shape by shape
         torch.stack([torch.randn(g.m, g.rank, dtype=like.dtype).T for _ in g.members])
         for g in bucket.plan.groups

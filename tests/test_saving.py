@@ -55,6 +55,95 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
         assert_same(a, e, tolerance)
 
 
+class _TwoDtypes(nn.Module):
+    """DDP's first step has two buckets, also with a static graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(24, 32), nn.Linear(32, 32).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs)).double())
+
+
+def _static(state: Any = None, **options: Any) -> tuple[nn.Module, Any, nn.Module]:
+    model = _TwoDtypes()
+    state = state or powersgd.PowerSGDState(None, **({"start_powerSGD_iter": 3} | options))
+    ddp = DistributedDataParallel(model, static_graph=True)
+    ddp.register_comm_hook(state, powersgd.powerSGD_hook)
+    return model, state, ddp
+
+
+def _steps(rank: int, ddp: nn.Module, first: int, last: int) -> None:
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        ddp.zero_grad()
+        ddp(torch.randn(8, 24, generator=generator)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter -= 0.1 * parameter.grad
+
+
+def _resume_static(rank: int) -> list[bool]:
+    found = []
+    for options in ({}, {"warm_start": False}):
+        whole, state, ddp = _static(**options)
+        _steps(rank, ddp, 0, 12)
+        assert state.iter == 12
+        for stop in (1, 2, 6):
+            half, before, ddp = _static(**options)
+            _steps(rank, ddp, 0, stop)
+            model, after, other = _static(**options)
+            model.load_state_dict(half.state_dict())
+            after.load_state_dict(before.state_dict(half), model)
+            _steps(rank, other, stop, 12)
+            found.append(after.iter == 12)
+            pairs = zip(model.parameters(), whole.parameters(), strict=True)
+            found += [torch.equal(mine, theirs_) for mine, theirs_ in pairs]
+    return found
+
+
+def _bad_after_loading(rank: int) -> list[bool]:
+    found = []
+    model, state, ddp = _static()
+    _steps(rank, ddp, 0, 6)
+    saved = state.state_dict(model)
+    for other, loaded, wrapped in ((model, state, ddp), _static()):
+        loaded.load_state_dict(saved, other)
+        before = [loaded.residual(p) for p in other.parameters()]
+        wrapped.zero_grad()
+        loss = wrapped(torch.ones(8, 24))
+        (
+            loss.square().mean() + other.first.weight.sum() * (torch.inf if rank == 0 else 1)
+        ).backward()
+        for p, left in zip(other.parameters(), before, strict=True):
+            if left is not None:
+                found += [bool(p.grad.isnan().all()), torch.equal(left, loaded.residual(p))]
+    return found
+
+
+def test_a_static_graph_of_two_buckets_resumes_and_its_first_step_is_one_step() -> None:
+    assert all(all(found) and len(found) == 30 for found in run_ranks(_resume_static, 2))
+    assert all(all(found) and len(found) == 8 for found in run_ranks(_bad_after_loading, 2))
+
+
+@pytest.mark.usefixtures("group")
+def test_an_older_ddp_is_not_taken_for_the_models_after_loading() -> None:
+    _, state, old = _convolutions()
+    for _ in range(4):
+        _step(old)
+    weight = old.module._orig_mod.weight
+    new = DistributedDataParallel(old.module, find_unused_parameters=True)
+    new.register_comm_hook(state, powersgd.powerSGD_hook)
+    _step(new)
+    for _ in range(2):
+        state.load_state_dict(state.state_dict(new), new)
+        assert state.owner.find() is new
+        _step(new)
+    assert state.residual(weight).any()
+
+
 class _Convolutions(nn.Module):
     """Models that have the names which torch.compile gives, and what it does give."""
 
