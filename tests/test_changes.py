@@ -1,6 +1,7 @@
 """Settings that change in mid-run, and what one rank alone finds wrong: all ranks act alike."""
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -439,6 +440,13 @@ def test_a_setting_that_is_misspelt_is_an_error() -> None:
 @pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
 def test_any_integer_of_64_bits_is_a_seed(seed: int) -> None:
     assert powersgd.PowerSGDState(None, random_seed=seed).random_seed == seed
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_the_last_bucket_counts_a_step(is_last: bool) -> None:
+    state = PowerSGDState(None)
+    state.maybe_increase_iter(SimpleNamespace(is_last=lambda: is_last))
+    assert state.iter == is_last
 
 
 def test_a_setting_is_kept_as_a_plain_number() -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
@@ -141,6 +142,30 @@ def test_dcp_saves_and_loads_the_state(tmp_path: Path, how: str) -> None:
     if how == "plain":
         with pytest.raises(RankError, match=r"Missing key.*rank2"):
             run_ranks(_dcp_load, 3, tmp_path, False)
+
+
+def _dcp_everything(rank: int, directory: Path, shared: bool) -> tuple[Any, Any]:
+    """Save model, optimizer and state as DCP's users do, load them into new ones; both go on."""
+    runs = [Run().train(0, STOP), Run()]
+    for run, function in zip(runs, (dcp.save, dcp.load), strict=True):
+        model, optimizer = get_state_dict(run.ddp, run.optimizer)
+        checkpoint = powersgd.Checkpoint(run.state, run.ddp, shared=shared)
+        everything = {"model": model, "optimizer": optimizer, "powersgd": checkpoint}
+        function(everything, checkpoint_id=directory)
+    parts = {"model_state_dict": model, "optim_state_dict": optimizer}
+    set_state_dict(run.ddp, run.optimizer, **parts)
+    return tuple(run.train(STOP, STOP + 13).outcome() for run in runs)
+
+
+@pytest.mark.parametrize(("shared", "tolerance"), [(False, 0.0), (True, 1e-5)])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_dcp_resumes_the_run_beside_model_and_optimizer(
+    tmp_path: Path, shared: bool, tolerance: float
+) -> None:
+    for whole, resumed in run_ranks(_dcp_everything, 2, tmp_path, shared):
+        assert (resumed["iter"], resumed["stats"]) == (whole["iter"], whole["stats"])
+        for one, other in zip(resumed["parameters"], whole["parameters"], strict=True):
+            assert (one - other).norm() <= tolerance * other.norm()
 
 
 def _dcp_groups(rank: int, directory: Path, shared: bool) -> tuple[Any, Any]:
