@@ -98,12 +98,16 @@ class _Owner:
         address: Where the first bucket of its last step lay; 0 if that says nothing.
         seen: Parameters whose buckets it has handed in.
         former: All models so far, this one included.
+        group: The model's process group. Held so that Python is the last to let go of it: torch
+            waits for the group's threads then, which may need Python's lock, and DDP's C++ code
+            would not give it to them.
     """
 
     ddp: weakref.ref[DistributedDataParallel] | None = None
     address: int = -1
     seen: set[torch.Tensor] = field(default_factory=set)
     former: weakref.WeakSet[DistributedDataParallel] = field(default_factory=weakref.WeakSet)
+    group: dist.ProcessGroup | None = None
 
     def find(self) -> DistributedDataParallel | None:
         return None if self.ddp is None else self.ddp()
@@ -206,8 +210,9 @@ def _remember(
     owner: _Owner | None = state.owner
     if owner is None or owner.is_gone() or ddp is not owner.find():
         former = weakref.WeakSet() if owner is None else owner.former
-        state.owner = _Owner(None if ddp is None else weakref.ref(ddp), former=former)
+        state.owner = _Owner(former=former)
         if ddp is not None:
+            state.owner.ddp, state.owner.group = weakref.ref(ddp), ddp.process_group
             former.add(ddp)
     if is_first:
         state.owner.address = _address(bucket)

@@ -148,9 +148,20 @@ def _finish_compressed(
 
 
 def _wait(step: Sequence[_InFlight]) -> None:
+    # For all of them, also if one has failed: a group that is torn down while its threads still
+    # hold tensors of ours can wait for them for ever (torch's DDP keeps Python's lock).
+    first: RuntimeError | None = None
     for in_flight in step:
-        wait(in_flight.work)
+        try:
+            wait(in_flight.work)
+        except RuntimeError as error:
+            first = first or error
         in_flight.work = None
+    try:
+        if first is not None:
+            raise first
+    finally:
+        del first  # its traceback holds this frame, and so the DDP model, until Python collects it
 
 
 def _is_finite(step: Sequence[_InFlight]) -> Tensor:

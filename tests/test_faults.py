@@ -144,6 +144,23 @@ def test_a_lost_rank_is_an_error_on_every_other_and_the_state_as_it_was(
     assert_close(out + left, given)
 
 
+def _leave_a_group_at_work(rank: int, directory: Path) -> None:
+    job = _Job()
+    for _ in range(4):
+        job.step(rank)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    called = work.get_future().then(lambda _: time.sleep(2))  # in a thread of the group
+    _rebuild_group(directory, rank, 2)
+    job.wrap()
+    job.step(rank)
+    assert job.state.iter == 5
+    called.wait()
+
+
+def test_a_group_that_is_still_at_work_may_be_replaced(tmp_path: Path) -> None:
+    run_ranks(_leave_a_group_at_work, 2, tmp_path, timeout_s=60, group_timeout_s=TIMEOUT_S)
+
+
 def _end_a_step_alone(rank: int, directory: Path) -> None:
     job = _Job()
     for _ in range(4):
