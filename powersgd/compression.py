@@ -14,6 +14,7 @@ from powersgd.allocation import allocate, draw_q
 from powersgd.memory import BucketState
 from powersgd.phases import Steps
 from powersgd.plan import batch, unbatch_
+from powersgd.ranges import named_range
 from powersgd.state import PowerSGDState
 from powersgd.steps import replace_zero_rows
 from powersgd.steps import residual as compute_residual
@@ -24,6 +25,7 @@ class Compression:
     """What a compressed bucket carries from one phase of the step to the next, lists by group."""
 
     bucket: BucketState
+    index: int  # the bucket's place in the step's order
     buffer: Tensor  # the bucket's gradients
     flat: Tensor  # the buffer that the plan describes: the same one, or padded to a square
     matrices: list[Tensor] = field(default_factory=list)  # gradient plus residual
@@ -39,7 +41,7 @@ class Compression:
 
 
 def compress(
-    state: PowerSGDState, bucket: BucketState, buffer: Tensor, may_be_unused: bool
+    state: PowerSGDState, bucket: BucketState, buffer: Tensor, may_be_unused: bool, index: int
 ) -> tuple[Compression, Tensor]:
     """Add the residuals to a bucket's gradients and compute P.
 
@@ -49,6 +51,7 @@ def compress(
         buffer: The bucket's gradients, shape ``(numel,)``; residuals are added to them.
         may_be_unused: Whether a parameter whose gradient is zero counts as unused: it gets nothing
             and keeps its residual, because if no rank has used it, its average is thrown away.
+        index: The bucket's place in the step's order.
 
     Returns:
         What the next phases need, and this rank's message: all P, everything uncompressed, which of
@@ -61,7 +64,7 @@ def compress(
     if plan.numel > buffer.numel():  # the square matrix has room to spare
         flat = torch.nn.functional.pad(buffer, (0, plan.numel - buffer.numel()))
     factor = state.loss_scale / bucket.settle_scale()
-    compression = Compression(bucket, buffer, flat, factor=factor)
+    compression = Compression(bucket, index, buffer, flat, factor=factor)
     residuals = bucket.residual
     if residuals is not None and factor != 1:
         residuals = residuals * factor  # not in place: a bad step leaves the state as it was
@@ -184,16 +187,23 @@ def project(
     # The message holds the mean of P, where torch adds its epsilon to the sum.
     epsilon = state.in_force.orthogonalization_epsilon / world_size
     factors = [group.p_block(message) for group in plan.groups]
-    compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
-    old = compression.residual
-    for i, group in enumerate(plan.groups):
+    with named_range("orthogonalization", compression.index):
+        compression.p = state.steps.orthogonalize_all(factors, epsilon) if factors else []
+    with named_range("Q", compression.index):
+        compression.q_local = _compute_q(state.steps, compression)
+    return _flatten(compression.q_local, message)
+
+
+def _compute_q(steps: Steps, compression: Compression) -> list[Tensor]:
+    old, factors = compression.residual, []
+    for i, group in enumerate(compression.bucket.plan.groups):
         matrix, p, mask = compression.matrices[i], compression.p[i], compression.masks[i]
-        q = state.steps.project(matrix, p)
+        q = steps.project(matrix, p)
         q = q if mask is None else q * mask
         if old is not None:
             q = _refuse_overflow(matrix, group.residual_block(old), p, q)
-        compression.q_local.append(q)
-    return _flatten(compression.q_local, message)
+        factors.append(q)
+    return factors
 
 
 def _refuse_overflow(matrix: Tensor, old: Tensor, p: Tensor, q: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from powersgd.arrival import Arrival, Flag, find_group, meet
 from powersgd.collectives import explained, start_mean_, wait
 from powersgd.compression import Compression, compress, decompress_if_, project
+from powersgd.ranges import named_range
 from powersgd.state import PowerSGDState
 
 Future = torch.futures.Future[Tensor]
@@ -55,8 +56,10 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
         ValueError: See `powersgd.arrival.meet`.
     """
     buffer = arrival.buffer
+    index = 0 if arrival.is_first else len(state.in_flight)
     with _plain_mode(buffer.device):
-        bucket = meet(state, arrival)
+        with named_range("plan", index):
+            bucket = meet(state, arrival)
         group = find_group(state.agreed_group)
         if state.is_warming_up():
             if arrival.is_first:
@@ -66,8 +69,10 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
             state.in_flight.clear()  # a backward that was aborted may have left some
         compression, message = None, buffer
         if bucket is not None:
-            compression, message = compress(state, bucket, buffer, arrival.may_be_unused)
-        future, work = _new_future(buffer.device), start_mean_(message, group)
+            with named_range("P", index):
+                compression, message = compress(state, bucket, buffer, arrival.may_be_unused, index)
+        with named_range("all-reduce of P", index):
+            future, work = _new_future(buffer.device), start_mean_(message, group)
         state.in_flight.append(_InFlight(future, buffer, message, work, compression))
         if arrival.is_last:
             finish_step(state)
@@ -94,7 +99,8 @@ def _new_future(device: torch.device) -> Future:
 def _average(buffer: Tensor, group: dist.ProcessGroup) -> Future:
     # Before compression starts each bucket is done on its own: in the first step under
     # static_graph, DDP does not say which bucket is the last.
-    work = start_mean_(buffer, group)
+    with named_range("all-reduce of the gradient"):
+        work = start_mean_(buffer, group)
     if work is None:
         future = _new_future(buffer.device)
         future.set_result(buffer)
@@ -119,7 +125,7 @@ def finish_step(state: PowerSGDState) -> None:
     """
     step: list[_InFlight] = list(state.in_flight)
     state.in_flight.clear()
-    _wait(step)
+    _wait(step, "P")
     compressed = [(f, f.compression) for f in step if f.compression is not None]
     if compressed:
         with _plain_mode(step[0].buffer.device):
@@ -138,22 +144,25 @@ def _finish_compressed(
     state.change = Flag(compressed[-1][0].message[-1:].clone())
     for in_flight, compression in compressed:
         in_flight.message = project(state, compression, in_flight.message, group.size())
-        in_flight.work = start_mean_(in_flight.message, group)
-    _wait(step)
+        with named_range("all-reduce of Q", compression.index):
+            in_flight.work = start_mean_(in_flight.message, group)
+    _wait(step, "Q")
     finite = finite & _is_finite(step)
     for in_flight, compression in compressed:
-        decompress_if_(finite, state, compression, in_flight.message)
+        with named_range("reconstruction", compression.index):
+            decompress_if_(finite, state, compression, in_flight.message)
     plans = [compression.bucket.plan for _, compression in compressed]
     state.count(plans, sum(in_flight.buffer.numel() for in_flight, _ in compressed))
 
 
-def _wait(step: Sequence[_InFlight]) -> None:
+def _wait(step: Sequence[_InFlight], factor: str) -> None:
     # For all of them, also if one has failed: a group that is torn down while its threads still
     # hold tensors of ours can wait for them for ever (torch's DDP keeps Python's lock).
     first: RuntimeError | None = None
-    for in_flight in step:
+    for i, in_flight in enumerate(step):
         try:
-            wait(in_flight.work)
+            with named_range(f"wait for {factor}", i):
+                wait(in_flight.work)
         except RuntimeError as error:
             first = first or error
         in_flight.work = None

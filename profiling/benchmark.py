@@ -11,7 +11,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
-from profiling.workloads import WORKLOADS, Shapes
+from powersgd.workloads import WORKLOADS
 
 WARM_UP = 3  # calls: allocations, caches
 
@@ -67,7 +67,7 @@ class Row:
         return self.torch.median / self.compiled.median
 
 
-def make_bucket(shapes: Shapes) -> Any:
+def make_bucket(shapes: Iterable[tuple[int, ...]]) -> Any:
     """Return a DDP bucket of zeros that holds parameters of all the shapes.
 
     Args:
@@ -105,7 +105,7 @@ def measure(workload: str, rank: int, repeats: int) -> Row:
     Returns:
         The row.
     """
-    bucket = make_bucket(WORKLOADS[workload]())
+    bucket = make_bucket(WORKLOADS[workload]().values())
     buffer = bucket.buffer()
     source = torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0))
     their_state = theirs.PowerSGDState(None, rank, start_powerSGD_iter=2)

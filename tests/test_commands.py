@@ -48,7 +48,9 @@ def test_export_refuses_what_it_cannot_use(arguments: list[str], message: str) -
 
 
 def test_benchmark_measures_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "WORKLOADS", {"tiny": lambda: [(64, 48), (64,)]})
+    monkeypatch.setattr(
+        benchmark, "WORKLOADS", {"tiny": lambda: {"weight": (64, 48), "bias": (64,)}}
+    )
     save = str(tmp_path / "rows.json")
     options = ["--workload", "tiny", "--rank", "1", "--threads", "1", "--repeats", "3"]
     result = _run(benchmark.main, *options, "--json", save)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the ground up; a module imports only from rows above its own.
 LAYERS = (
-    ("orthogonalization", "arguments", "layout", "positions", "owner", "collectives"),
+    ("orthogonalization", "arguments", "layout", "positions", "owner", "collectives", "ranges"),
     ("steps", "names"),
     ("phases", "fused"),
     ("compilation", "loading"),
@@ -32,7 +32,7 @@ LAYERS = (
     ("ddp",),
     ("__init__",),
 )
-APPLICATION = ("demo", "report", "cli", "__main__")
+APPLICATION = ("demo", "report", "workloads", "cli", "__main__")
 MAY_IMPORT_DISTRIBUTED = {
     *("agreement", "arrival", "collectives", "reduction", "traced", "sharing", "ddp", "demo"),
 }
