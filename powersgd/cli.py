@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 import powersgd
 from powersgd.arguments import require
 from powersgd.demo import LARGEST_RANK, Run, default_batch_size, train_all
+from powersgd.planner import check_file, plan
 from powersgd.report import (
     Point,
     Result,
@@ -118,9 +119,8 @@ def demo(
     try:
         require("--seeds", seeds, 1, 20)
         require("--workers", workers, 2, 16)
-        _check_file("--plot", plot, ".png")
-        if json is not None:
-            _check_file("--json", json, ".json")
+        check_file("--plot", plot, ".png")
+        check_file("--json", json, ".json")
         batch_size = default_batch_size(workers) if batch_size is None else batch_size
         kinds = [Run(r, 0, epochs, batch_size, start_iter) for r in (None, *_parse_ranks(ranks))]
         for kind in kinds:
@@ -139,6 +139,9 @@ def demo(
     print(f"\nThe plot is in {plot}.")
 
 
+app.command()(plan)
+
+
 def _parse_ranks(text: str) -> list[int]:
     try:
         ranks = sorted({int(part) for part in text.split(",")})
@@ -147,15 +150,6 @@ def _parse_ranks(text: str) -> list[int]:
     for rank in ranks:
         require("--ranks", rank, 1, LARGEST_RANK)
     return ranks
-
-
-def _check_file(option: str, path: Path, suffix: str) -> None:
-    if path.suffix.lower() != suffix:
-        raise ValueError(f"{option} is {path}, but must end in {suffix}")
-    if not path.parent.is_dir():
-        raise ValueError(f"{option} is {path}, but there is no directory {path.parent}")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option} is {path}, but no file can be written there")
 
 
 def _train_locally(runs: Sequence[Run], world_size: int) -> list[Result]:

@@ -32,9 +32,22 @@ LAYERS = (
     ("ddp",),
     ("__init__",),
 )
-APPLICATION = ("demo", "report", "workloads", "cli", "__main__")
+APPLICATION = (
+    *("workloads", "models", "units", "costs", "calibration", "forecast", "outlook", "planner"),
+    *("demo", "report", "cli", "__main__"),
+)
 MAY_IMPORT_DISTRIBUTED = {
-    *("agreement", "arrival", "collectives", "reduction", "traced", "sharing", "ddp", "demo"),
+    *(
+        "agreement",
+        "arrival",
+        "collectives",
+        "reduction",
+        "traced",
+        "sharing",
+        "ddp",
+        "demo",
+        "calibration",
+    ),
 }
 
 

@@ -1,0 +1,185 @@
+"""Measure what compression and all-reduce cost on this machine, for `powersgd.costs`."""
+
+import json
+import math
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.nn.parallel import DistributedDataParallel
+
+from powersgd.costs import Costs
+from powersgd.ddp import powerSGD_hook
+from powersgd.state import PowerSGDState
+
+RANKS = (1, 2, 4, 8, 16, 32)
+REPEATS, WARM_UP = 7, 3
+LARGE = [(1024, 1024)] * 8  # one batch: what elements cost
+SMALL = [(96 + i, 160) for i in range(48)]  # as many batches: what each of them costs
+SMALL_BYTES, LARGE_BYTES = 4, 8 * 2**20
+
+# Two cores of a shared virtual machine (AMD EPYC), one thread; `powersgd plan --calibrate`.
+DEFAULT = Costs(
+    "one core of an AMD EPYC (the default; --calibrate measures this machine)",
+    RANKS,
+    (1.7e-9, 1.9e-9, 2.4e-9, 3.0e-9, 4.2e-9, 7.0e-9),
+    (1.5e-4, 1.6e-4, 1.8e-4, 2.2e-4, 3.2e-4, 6.0e-4),
+    1.0e-9,
+    1e-4,
+    4e-10,
+)
+
+
+def make_bucket(shapes: Iterable[tuple[int, ...]], device: str = "cpu") -> Any:
+    """Return a DDP bucket of zeros that holds parameters of all the shapes.
+
+    Args:
+        shapes: The parameters' shapes.
+        device: Where they lie.
+
+    Returns:
+        A ``torch.distributed.GradBucket``; its buffer may be filled and given to a hook repeatedly.
+    """
+    model = nn.ParameterList([nn.Parameter(torch.zeros(s, device=device)) for s in shapes])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros((), device=device).expand_as(parameter)  # used in this step
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1_000_000)
+    (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
+    return bucket
+
+
+def calibrate(device: str = "cpu") -> Costs:
+    """Measure the costs of this machine, in about 10 s, with torch's current number of threads.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``, where gradients lie; all-reduce is measured on the CPU.
+
+    Returns:
+        The costs.
+
+    Raises:
+        RuntimeError: If there is a default process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("calibrate makes a process group of its own: destroy yours first")
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=_new_store(), rank=0, world_size=1)
+    try:
+        large = [_time_hook(LARGE, rank, device) for rank in RANKS]
+        small = [_time_hook(SMALL, rank, device) for rank in RANKS]
+        cast_s = _time_cast(device)
+    finally:
+        dist.destroy_process_group()
+    numel = sum(math.prod(shape) for shape in LARGE)
+    rest = sum(math.prod(shape) for shape in SMALL)
+    element_s = tuple(time_s / numel for time_s in large)
+    group_s = tuple(
+        max(0.0, time_s - rest * each) / len(SMALL)
+        for time_s, each in zip(small, element_s, strict=True)
+    )
+    message_s, byte_s = _time_all_reduce()
+    return Costs(_describe(device), RANKS, element_s, group_s, cast_s, message_s, byte_s)
+
+
+def _new_store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+def _describe(device: str) -> str:
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    return f"measured on this machine ({name}, {torch.get_num_threads()} threads)"
+
+
+def _median(call: Callable[[], object], device: str) -> float:
+    times = []
+    for _ in range(REPEATS + WARM_UP):
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM_UP:])
+
+
+def _time_hook(shapes: list[tuple[int, int]], rank: int, device: str) -> float:
+    bucket = make_bucket(shapes, device)
+    bucket.buffer().normal_()
+    state = PowerSGDState(None, rank, start_powerSGD_iter=2, min_compression_rate=1e-9)
+
+    def call() -> None:
+        powerSGD_hook(state, bucket).wait()
+
+    return _median(call, device)
+
+
+def _time_cast(device: str) -> float:
+    buffer = torch.randn(4 * 2**20, device=device)
+
+    def call() -> None:
+        buffer.copy_(buffer.to(torch.bfloat16).div_(1))
+
+    return _median(call, device) / buffer.numel()
+
+
+def _time_all_reduce() -> tuple[float, float]:
+    # Two ranks in two threads, over loopback: the time of a message, and of a byte.
+    store, times = _new_store(), {}
+
+    def work(rank: int) -> None:
+        group: Any = ProcessGroupGloo(store, rank, 2, timedelta(minutes=1))
+        for nbytes in (SMALL_BYTES, LARGE_BYTES):
+            tensor = torch.zeros(nbytes // 4)
+
+            def call(tensor: Tensor = tensor) -> None:
+                group.allreduce([tensor]).wait()
+
+            times[rank, nbytes] = _median(call, "cpu")
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    small, large = times[0, SMALL_BYTES], times[0, LARGE_BYTES]
+    # A ring of two sends two messages one after the other, and each byte once.
+    return small / 2, max(0.0, large - small) / LARGE_BYTES
+
+
+def save(costs: Costs, path: Path) -> None:
+    """Write costs as JSON.
+
+    Args:
+        costs: To be written.
+        path: The file.
+    """
+    path.write_text(json.dumps(asdict(costs), indent=1) + "\n")
+
+
+def load(path: Path) -> Costs:
+    """Read what `save` has written.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The costs.
+
+    Raises:
+        ValueError: If the file holds none.
+    """
+    try:
+        fields = json.loads(path.read_text())
+        lists = {name: tuple(fields[name]) for name in ("ranks", "element_s", "group_s")}
+        return Costs(**{**fields, **lists})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} holds no costs written by --calibrate: {error}") from error
