@@ -3,9 +3,7 @@
 ``python -m compiled.export --help`` shows the command line.
 """
 
-import importlib
 import json
-import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +18,8 @@ from torch.export.pt2_archive._package import package_pt2
 import powersgd
 from compiled.targets import run_phases
 from powersgd import fused
-from powersgd.layout import ParameterSpec
 from powersgd.loading import FACTS
+from powersgd.models import read_layers
 from powersgd.orthogonalization import orthogonalize_all
 from powersgd.plan import make_plan
 
@@ -132,44 +130,6 @@ def write(path: Path, kind: Format, rank: int, dtype: torch.dtype) -> None:
     package_pt2(str(path), aoti_files=compiled, extra_files={FACTS: facts})
 
 
-def read_shapes(source: str) -> list[tuple[int, ...]]:
-    """Read parameter shapes from wherever they are.
-
-    Args:
-        source: A list such as ``512x256,64x3x3x3``, a state_dict (``.pt``, ``.pth``) or
-            ``.safetensors`` file, or ``module:function`` that returns a module.
-
-    Returns:
-        The shapes.
-
-    Raises:
-        ValueError: If the source is none of these.
-    """
-    path = Path(source)
-    if path.is_file():
-        return _read_file(path)
-    if re.fullmatch(r"\d+(x\d+)*(,\d+(x\d+)*)*", source):
-        return [tuple(int(size) for size in shape.split("x")) for shape in source.split(",")]
-    module, _, function = source.partition(":")
-    if not function:
-        raise ValueError(
-            f"{source!r} is no file, no list of shapes such as 512x256,64x3x3x3, and no "
-            "module:function"
-        )
-    with torch.device("meta"):
-        model: nn.Module = getattr(importlib.import_module(module), function)()
-    return [tuple(parameter.shape) for parameter in model.parameters()]
-
-
-def _read_file(path: Path) -> list[tuple[int, ...]]:
-    if path.suffix == ".safetensors":  # the length of a JSON header, then the header
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return [tuple(v["shape"]) for name, v in header.items() if name != "__metadata__"]
-    tensors = torch.load(path, map_location="meta", weights_only=True)
-    return [tuple(tensor.shape) for tensor in tensors.values() if isinstance(tensor, Tensor)]
-
-
 def largest_difference(
     steps: powersgd.Steps, n: int, m: int, rank: int, dtype: torch.dtype
 ) -> float:
@@ -199,7 +159,7 @@ def main(
     source: Annotated[
         str,
         typer.Argument(
-            help="512x256,64x3x3x3, a state_dict or .safetensors file, or module:function."
+            help="512x256,64x3x3x3, a state_dict or .safetensors file, module:function, or gpt2."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Directory for the files.")] = Path(),
@@ -214,10 +174,9 @@ def main(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"no dtype {dtype!r}; there are {', '.join(DTYPES)}")
     try:
-        shapes = read_shapes(source)
-    except (ValueError, ImportError, AttributeError) as error:
+        specs = [layer.spec for layer in read_layers(source)]
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    specs = [ParameterSpec.of(torch.empty(shape, device="meta")) for shape in shapes]
     plan = make_plan(specs, rank, min_compression_rate)
     matrices = sorted({(group.n, group.m) for group in plan.groups if group.rank == rank})
     if not matrices:

@@ -35,7 +35,7 @@ def test_export_writes_checked_files_that_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["64y48"], "is no file, no list of shapes"),
+        (["64y48"], "no file, no list of shapes"),
         (["64x48", "--dtype", "int8"], "no dtype 'int8'"),
         (["2x2"], "no matrix that is compressed at rank 1"),
         (["no_such_module:function"], "No module named"),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import powersgd
-from compiled.export import Format, read_shapes, write
+from compiled.export import Format, write
 from compiled.targets import run_phases
 
 from .models import train_large
@@ -183,22 +183,3 @@ def test_cpp_prints_the_same_numbers(
         torch.load(tmp_path / "outputs", weights_only=False), expected, strict=True
     ):
         assert_close(mine, right)
-
-
-def make_model() -> nn.Module:
-    return nn.Linear(5, 7)
-
-
-def test_shapes_come_from_anywhere(tmp_path: Path) -> None:
-    assert read_shapes("512x256,64x3x3x3,7") == [(512, 256), (64, 3, 3, 3), (7,)]
-    assert read_shapes("tests.test_loading:make_model") == [(7, 5), (7,)]
-    torch.save(make_model().state_dict(), tmp_path / "model.pt")
-    assert read_shapes(str(tmp_path / "model.pt")) == [(7, 5), (7,)]
-    header = json.dumps(
-        {"__metadata__": {}, "w": {"dtype": "F32", "shape": [7, 5], "data_offsets": [0, 140]}}
-    ).encode()
-    safe = tmp_path / "model.safetensors"
-    safe.write_bytes(len(header).to_bytes(8, "little") + header + bytes(140))
-    assert read_shapes(str(safe)) == [(7, 5)]
-    with pytest.raises(ValueError, match="'nothing' is no file"):
-        read_shapes("nothing")

@@ -53,6 +53,11 @@ def test_workloads_have_as_many_parameters_as_the_models(name: str, numel: int) 
 # What is read
 
 
+def test_shapes_may_be_written_down() -> None:
+    layers = read_layers("512x256,64x3x3x3,7")
+    assert [layer.spec.shape for layer in layers] == [(512, 256), (64, 3, 3, 3), (7,)]
+
+
 def make_model() -> nn.Module:
     model = nn.ModuleDict({"a": nn.Linear(5, 7), "norm": nn.BatchNorm1d(7), "b": nn.Linear(5, 7)})
     model["b"].weight = model["a"].weight
