@@ -1,0 +1,187 @@
+"""Time calls of hooks on one full bucket, in alternation, and count the memory they take."""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
+from torch.nn.parallel import DistributedDataParallel
+
+import powersgd
+from profiling.allocations import measure_memory
+from profiling.hooks import START, Hook
+from profiling.results import Measured, Result, Timing, available_bytes
+
+WARM_UP = START + 1  # calls: allocations, caches, compilation
+FLOOR = 2.5  # copies of the gradient: 5 passes over it
+
+# How often the gradient fits into what a hook keeps, and into what it takes for a while.
+KEPT = {Hook.TORCH: 1.3, Hook.EAGER: 1.2, Hook.COMPILED: 1.2, Hook.PYTHON_REDUCER: 1.2}
+TAKEN = {Hook.FP16: 0.6, Hook.BF16: 0.6, Hook.TORCH: 2.2, Hook.PYTHON_REDUCER: 4.0}
+_TAKEN_BY_OTHERS = 0.3
+_USABLE = 0.9  # of the memory that is free: pages of other programs come and go
+
+_Name = TypeVar("_Name")
+
+
+def make_bucket(shapes: Iterable[tuple[int, ...]]) -> Any:
+    """Return a DDP bucket of zeros that holds parameters of all the shapes.
+
+    Args:
+        shapes: The parameters' shapes.
+
+    Returns:
+        A ``torch.distributed.GradBucket``; its buffer may be filled and given to a hook repeatedly.
+    """
+    model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(()).expand_as(parameter)  # used in this step, says DDP
+    # The parameters are never touched, so that they take no memory, unless they are sent around.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1_000_000, init_sync=False)
+    (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
+    return bucket
+
+
+def make_call(hook: Hook, rank: int, bucket: Any, steps: powersgd.Steps) -> Callable[[], Tensor]:
+    """Return one call of a hook, with a new state where it has one.
+
+    Args:
+        hook: Any but ``python_reducer``, which has no bucket.
+        rank: Of the approximation.
+        bucket: From `make_bucket`.
+        steps: Of a state of ours.
+
+    Returns:
+        A function that averages the bucket's gradient in place and waits for it. Compression starts
+        with call `START`, counted from 0.
+    """
+    state: Any = None
+    if hook is Hook.TORCH:
+        state = theirs.PowerSGDState(None, rank, start_powerSGD_iter=START)
+    elif hook.is_ours:
+        state = powersgd.PowerSGDState(None, rank, start_powerSGD_iter=START, steps=steps)
+    functions: dict[Hook, Callable[..., Any]] = {
+        Hook.NONE: default_hooks.allreduce_hook,
+        Hook.FP16: default_hooks.fp16_compress_hook,
+        Hook.BF16: default_hooks.bf16_compress_hook,
+        Hook.TORCH: theirs.powerSGD_hook,
+    }
+    function = functions.get(hook, powersgd.powerSGD_hook)
+    return lambda: function(state, bucket).wait()
+
+
+def alternate(
+    actions: Mapping[_Name, Callable[[], Any]],
+    prepare: Callable[[], Any],
+    copy: Callable[[], Any],
+    repeats: int,
+) -> tuple[dict[_Name, Timing], Timing]:
+    """Time actions in turn, so that whatever else the machine does meets all of them.
+
+    Args:
+        actions: What is timed, by any name.
+        prepare: Called before each, and not timed.
+        copy: Copies the gradient once.
+        repeats: Timed calls of each action, after `WARM_UP`.
+
+    Returns:
+        The times by name, and those of the floor.
+    """
+    times: dict[_Name, list[float]] = {name: [] for name in actions}
+    floors: list[float] = []
+    for _ in range(WARM_UP + repeats):
+        floors.append(FLOOR * _time_ms(copy))
+        for name, action in actions.items():
+            prepare()
+            times[name].append(_time_ms(action))
+    timings = {name: Timing.of(taken[WARM_UP:]) for name, taken in times.items()}
+    return timings, Timing.of(floors[WARM_UP:])
+
+
+def _time_ms(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def make_blocks(
+    hooks: Sequence[Hook], gradient_bytes: int, shared: float, each: float = 0.0
+) -> tuple[list[list[Hook]], list[str]]:
+    """Group hooks so that what is measured in one alternation fits into memory.
+
+    Args:
+        hooks: To be measured.
+        gradient_bytes: Size of the gradient.
+        shared: Gradients that are held once.
+        each: Gradients that are held for each hook, beside what it keeps itself.
+
+    Returns:
+        The groups, and a sentence about each hook that does not fit even alone.
+    """
+    available = available_bytes()
+    blocks: list[list[Hook]] = [[]]
+    skipped: list[str] = []
+    for hook in hooks:
+        alone = gradient_bytes * _gradients([hook], shared, each)
+        together = gradient_bytes * _gradients([*blocks[-1], hook], shared, each)
+        if alone > _USABLE * available:
+            skipped.append(
+                f"{hook.label} is skipped: it needs {alone / 1e9:.1f} GB of memory, and "
+                f"{_USABLE * available / 1e9:.1f} GB may be used."
+            )
+        elif together > _USABLE * available and blocks[-1]:
+            blocks.append([hook])
+        else:
+            blocks[-1].append(hook)
+    return [block for block in blocks if block], skipped
+
+
+def _gradients(hooks: Sequence[Hook], shared: float, each: float) -> float:
+    kept = sum(each + KEPT.get(hook, 0.0) for hook in hooks)
+    return shared + kept + max(TAKEN.get(hook, _TAKEN_BY_OTHERS) for hook in hooks)
+
+
+def measure_calls(
+    shapes: Sequence[tuple[int, ...]], hooks: Sequence[Hook], rank: int, repeats: int
+) -> tuple[list[Result], list[str]]:
+    """Time one call of each hook on one bucket, in alternation.
+
+    Args:
+        shapes: Of the parameters in the bucket.
+        hooks: Any but ``python_reducer``.
+        rank: Of the approximation.
+        repeats: Timed calls of each.
+
+    Returns:
+        The results, and sentences about hooks for which there is not enough memory.
+    """
+    gc.collect()  # buckets lie in cycles
+    gradient_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
+    blocks, skipped = make_blocks(hooks, gradient_bytes, shared=2)
+    if not blocks:
+        return [], skipped
+    bucket = make_bucket(shapes)
+    results: list[Result] = []
+    for block in blocks:
+        results += _measure_block(bucket, block, rank, repeats)
+    return results, skipped
+
+
+def _measure_block(bucket: Any, hooks: Sequence[Hook], rank: int, repeats: int) -> list[Result]:
+    buffer = bucket.buffer()
+    source = torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0))
+    compiled = powersgd.compile_steps() if Hook.COMPILED in hooks else powersgd.EAGER
+
+    def copy() -> None:
+        buffer.copy_(source)
+
+    def make(hook: Hook) -> Callable[[], Tensor]:
+        return make_call(hook, rank, bucket, compiled if hook is Hook.COMPILED else powersgd.EAGER)
+
+    times, floor = alternate({hook: make(hook) for hook in hooks}, copy, copy, repeats)
+    memories = {hook: measure_memory(make(hook), copy, START + 2) for hook in hooks}
+    return [Result(Measured.CALL, hook, times[hook], floor, memories[hook]) for hook in hooks]

@@ -1,0 +1,130 @@
+"""The convergence study's plots: loss against steps and bytes, and what each part gains."""
+
+import statistics
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from profiling.effects import Study
+from profiling.plots import COLORS, label_lines, new_figure, save, style
+from profiling.tasks import TASKS
+from profiling.training import PLAIN, Kind, Outcome
+
+Label = tuple[float, float, str, str]
+
+VARIANTS = {  # (error feedback, warm start)
+    (True, True): "both",
+    (False, True): "no error feedback",
+    (True, False): "no warm start",
+    (False, False): "neither",
+}
+
+
+def draw_curves(study: Study, path: Path) -> None:
+    """Plot the held-out loss against steps and against bytes, for plain and for each rank.
+
+    Args:
+        study: One task and optimizer.
+        path: Of the picture.
+    """
+    figure, ((by_step, by_bytes),) = new_figure(columns=2)
+    loss = TASKS[study.task].loss_label
+    style(by_step, "steps", loss)
+    style(by_bytes, "sent by each process (MB)", loss)
+    by_bytes.set_xscale("log")
+    by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    kinds = [kind for kind in (PLAIN, *map(Kind, study.ranks)) if kind in study.of_kind]
+    ends: list[list[Label]] = [[], []]
+    for kind, color in zip(kinds, COLORS, strict=False):
+        for axes, labels, in_bytes in zip((by_step, by_bytes), ends, (False, True), strict=True):
+            labels.append(_draw_band(axes, study.of_kind[kind], color, in_bytes=in_bytes))
+    if study.shows_accuracy:  # the loss falls by orders of magnitude
+        _use_log_loss(by_step, by_bytes)
+    figure.suptitle(f"{study.title}: mean and range over {_count_seeds(study)}", fontsize=11)
+    figure.draw_without_rendering()  # lays it out, as the labels' places need
+    for axes, labels in zip((by_step, by_bytes), ends, strict=True):
+        label_lines(axes, labels)
+    save(figure, path)
+
+
+def _use_log_loss(*panels: Axes) -> None:
+    for axes in panels:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_band(axes: Axes, outcomes: list[Outcome], color: str, *, in_bytes: bool) -> Label:
+    # The longest curve has all steps; a run that diverged takes no part, whatever it had reached.
+    kind = outcomes[0].run.kind
+    good = [outcome.curve[1:] for outcome in outcomes if not outcome.has_diverged]
+    diverged = len(outcomes) - len(good)
+    name = "plain" if kind == PLAIN else f"rank {kind.rank}"
+    name += f" ({diverged} of {len(outcomes)} diverged)" if diverged else ""
+    if not good:
+        return (*_corner(axes), name, color)
+    x = [point.sent_bytes / 1e6 if in_bytes else float(point.step) for point in good[0]]
+    losses = [[point.loss for point in points] for points in zip(*good, strict=True)]
+    means = [statistics.fmean(values) for values in losses]
+    axes.plot(x, means, color=color)
+    axes.fill_between(x, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15)
+    return x[-1], means[-1], name, color
+
+
+def _corner(axes: Axes) -> tuple[float, float]:
+    return axes.get_xlim()[1], axes.get_ylim()[1]
+
+
+def _count_seeds(study: Study) -> str:
+    count = max(map(len, study.of_kind.values()))
+    return f"{count} seed{'s' if count > 1 else ''}"
+
+
+def draw_ablation(study: Study, path: Path) -> None:
+    """Plot each rank's final loss with and without error feedback and warm start.
+
+    Args:
+        study: One task and optimizer, with a rank at least.
+        path: Of the picture.
+    """
+    figure, ((axes,),) = new_figure(width=8)
+    style(axes, "rank", f"final {TASKS[study.task].loss_label}", study.title)
+    axes.set_xticks(range(len(study.ranks)), [str(rank) for rank in study.ranks])
+    axes.set_xlim(-0.5, len(study.ranks) - 0.5)
+    if study.shows_accuracy:
+        _use_log_loss(axes)
+    if PLAIN in study.of_kind:
+        _draw_plain(axes, study)
+    for i, (variant, name) in enumerate(VARIANTS.items()):
+        _draw_variant(axes, study, variant, name, i)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)
+
+
+def _draw_plain(axes: Axes, study: Study) -> None:
+    plain = study.summarize(PLAIN)
+    if plain.loss is None:
+        return
+    spread = plain.loss_spread or 0.0
+    axes.axhline(plain.loss, color=COLORS[0], linewidth=1, label="plain all-reduce")
+    axes.axhspan(plain.loss - spread, plain.loss + spread, color=COLORS[0], alpha=0.1, linewidth=0)
+
+
+def _draw_variant(axes: Axes, study: Study, variant: tuple[bool, bool], name: str, i: int) -> None:
+    color = COLORS[i + 1]
+    places, means, spreads = [], [], []
+    for place, rank in enumerate(study.ranks):
+        x = place + 0.14 * (i - 1.5)
+        summary = study.summarize(Kind(rank, *variant))
+        if summary.diverged:
+            text = f"{summary.diverged}/{summary.runs} diverged"
+            axes.text(
+                x, 0.99, text, color=color, fontsize=8.5, rotation=90, ha="center", va="top",
+                transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
+        if summary.loss is not None:
+            places.append(x)
+            means.append(summary.loss)
+            spreads.append(summary.loss_spread or 0.0)
+    axes.errorbar(places, means, spreads, fmt="o", capsize=3, color=color, label=name)
