@@ -53,7 +53,8 @@ def make_bucket(shapes: Iterable[tuple[int, ...]], device: str = "cpu") -> Any:
     model = nn.ParameterList([nn.Parameter(torch.zeros(s, device=device)) for s in shapes])
     for parameter in model.parameters():
         parameter.grad = torch.zeros((), device=device).expand_as(parameter)  # used in this step
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1_000_000)
+    # The parameters are never touched, so that they take no memory, unless they are sent around.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1_000_000, init_sync=False)
     (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
     return bucket
 

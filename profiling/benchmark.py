@@ -1,216 +1,230 @@
-"""Time our hook against torch's, side by side: ``python -m profiling.benchmark``.
+"""Time hooks side by side and count their memory: ``python -m profiling.benchmark``.
 
 One process, one gloo rank, one bucket: the only case in which torch's hook works, and one in which
-nothing but the compression itself is timed. The two hooks run in alternation on the same bucket;
-the floor is 5 passes over the gradient, timed as 2.5 times a copy of it in the same run.
+nothing but the compression itself is timed. The hooks run in alternation on the same bucket; the
+floor is 5 passes over the gradient, timed as 2.5 times a copy of it in the same run. With ``--hook
+python_reducer``, which has no bucket, whole backward passes are timed too, see `profiling.passes`.
+``--sweep size`` and ``--sweep tensors`` take square matrices in place of workloads.
 """
 
 import json
-import os
-import platform
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
-from torch.nn.parallel import DistributedDataParallel
 
-import powersgd
 from powersgd.workloads import WORKLOADS
+from profiling.calls import measure_calls
+from profiling.charts import draw
+from profiling.hooks import Hook
+from profiling.passes import measure_passes
+from profiling.results import Result, Row, machine
+from profiling.scaling import Sweep, make_sweep
+from profiling.tables import call_table, memory_table, pass_table, speed_sentences
 
-WARM_UP = 3  # calls: allocations, caches
+USUAL = ("square", "resnet18", "gpt")
+USUAL_RANKS = (1, 2, 4, 8)
+USUAL_THREADS = (1, 2)
+USUAL_HOOKS = [Hook.TORCH, Hook.EAGER, Hook.COMPILED]
+SWEEP_RANKS = (2,)
+SWEEP_THREADS = (1,)
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Quartiles of the times of one call, in ms."""
+class Setting:
+    """What one line of the table is measured with.
 
-    low: float
-    median: float
-    high: float
+    Attributes:
+        name: Of the workload.
+        shapes: Of its parameters.
+        threads: Of each operation.
+        rank: Of the approximation.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.median:.0f} ({self.low:.0f}-{self.high:.0f})"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    workload: str
+    name: str
+    shapes: Sequence[tuple[int, ...]]
     threads: int
     rank: int
-    torch: Timing
-    ours: Timing
-    compiled: Timing
-    floor: Timing
-
-    @property
-    def speedup(self) -> float:
-        """How many times faster ours is."""
-        return self.torch.median / self.ours.median
-
-    @property
-    def compiled_speedup(self) -> float:
-        """How many times faster ours is with compiled steps."""
-        return self.torch.median / self.compiled.median
 
 
-def make_bucket(shapes: Iterable[tuple[int, ...]]) -> Any:
-    """Return a DDP bucket of zeros that holds parameters of all the shapes.
+def measure(setting: Setting, hooks: Sequence[Hook], repeats: int) -> Row:
+    """Measure hooks on one workload, in alternation, in a group of this process alone.
 
     Args:
-        shapes: The parameters' shapes.
-
-    Returns:
-        A ``torch.distributed.GradBucket``; its buffer may be filled and given to a hook repeatedly.
-    """
-    model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros(()).expand_as(parameter)  # used in this step, says DDP
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1_000_000)
-    (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
-    return bucket
-
-
-def _time_ms(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - start)
-
-
-def _summary(times: list[float]) -> Timing:
-    return Timing(*statistics.quantiles(times[WARM_UP:], n=4))
-
-
-def measure(workload: str, rank: int, repeats: int) -> Row:
-    """Time torch's hook, ours and ours with compiled steps on one workload, in alternation.
-
-    Args:
-        workload: A name of `WORKLOADS`.
-        rank: Rank of the approximation.
+        setting: The workload, threads and rank.
+        hooks: To be measured; passes are measured if `python_reducer` is among them.
         repeats: Timed calls of each.
 
     Returns:
         The row.
     """
-    bucket = make_bucket(WORKLOADS[workload]().values())
-    buffer = bucket.buffer()
-    source = torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0))
-    their_state = theirs.PowerSGDState(None, rank, start_powerSGD_iter=2)
-    ours = powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
-    compiled = powersgd.PowerSGDState(
-        None, rank, start_powerSGD_iter=2, steps=powersgd.compile_steps()
-    )
-    calls = [
-        lambda: theirs.powerSGD_hook(their_state, bucket).wait(),
-        lambda: powersgd.powerSGD_hook(ours, bucket).wait(),
-        lambda: powersgd.powerSGD_hook(compiled, bucket).wait(),
-    ]
-    floors: list[float] = []
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats + WARM_UP):
-        floors.append(2.5 * _time_ms(lambda: buffer.copy_(source)))
-        for call, taken in zip(calls, times, strict=True):
-            buffer.copy_(source)
-            taken.append(_time_ms(call))
-    summaries = [_summary(taken) for taken in (*times, floors)]
-    return Row(workload, torch.get_num_threads(), rank, *summaries)
+    torch.set_num_threads(setting.threads)
+    with_bucket = [hook for hook in hooks if hook is not Hook.PYTHON_REDUCER]
+    results: list[Result] = []
+    skipped: list[str] = []
+    if with_bucket:
+        results, skipped = measure_calls(setting.shapes, with_bucket, setting.rank, repeats)
+    if Hook.PYTHON_REDUCER in hooks:
+        more, also = measure_passes(setting.shapes, hooks, setting.rank, repeats)
+        results, skipped = results + more, skipped + also
+    numel = sum(torch.Size(shape).numel() for shape in setting.shapes)
+    tensors = len(setting.shapes)
+    return Row(setting.name, numel, tensors, setting.threads, setting.rank, results, skipped)
 
 
-def _measure_all(
-    workloads: list[str], threads: list[int], ranks: list[int], repeats: int
-) -> Iterator[Row]:
+def _measure_all(settings: Sequence[Setting], hooks: Sequence[Hook], repeats: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/s", rank=0, world_size=1)
         try:
-            for count in threads:
-                torch.set_num_threads(count)
-                for workload in workloads:
-                    yield from (measure(workload, rank, repeats) for rank in ranks)
+            yield from (measure(setting, hooks, repeats) for setting in settings)
         finally:
             dist.destroy_process_group()
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table(
-        title="One call of the hook: median (quartiles) in ms",
-        caption="floor: 5 passes over the gradient; x: torch / the column before",
-    )
-    for name in ("workload", "threads", "rank", "torch", "ours", "x", "compiled", "x", "floor"):
-        table.add_column(name, justify="left" if name == "workload" else "right")
+def _save(rows: Sequence[Row], path: Path) -> None:
+    flat = [entry for row in rows for entry in row.to_json()]
+    path.write_text(json.dumps({"machine": machine(), "rows": flat}, indent=1))
+
+
+def _report(console: Console, rows: Sequence[Row], hooks: Sequence[Hook]) -> None:
+    with_bucket = [hook for hook in hooks if hook is not Hook.PYTHON_REDUCER]
+    if with_bucket:
+        console.print(call_table(rows, with_bucket))
+        console.print(memory_table(rows))
+    if Hook.PYTHON_REDUCER in hooks:
+        console.print(pass_table(rows))
+    for sentence in speed_sentences(rows, hooks):
+        console.print(sentence)
     for row in rows:
-        table.add_row(
-            row.workload,
-            str(row.threads),
-            str(row.rank),
-            str(row.torch),
-            str(row.ours),
-            f"{row.speedup:.1f}",
-            str(row.compiled),
-            f"{row.compiled_speedup:.1f}",
-            f"{row.floor.median:.0f}",
-        )
-    return table
+        for sentence in row.skipped:
+            where = f"{row.workload}, rank {row.rank}, {row.threads} threads"
+            console.print(f"{where}: {sentence}")
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "torch": torch.__version__,
-        "powersgd": powersgd.__version__,
-        "python": platform.python_version(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
-
-
-def _positive(numbers: list[int]) -> list[int]:
-    for number in numbers:
+def _positive(numbers: list[int] | None) -> list[int] | None:
+    for number in numbers or ():
         if number < 1:
             raise typer.BadParameter(f"{number} is not allowed; give integers >= 1")
     return numbers
 
 
+def _positive_size(sizes: list[float] | None) -> list[float] | None:
+    for size in sizes or ():
+        if not 0 < size < float("inf"):
+            raise typer.BadParameter(f"{size} is not allowed; give numbers > 0, in MiB")
+    return sizes
+
+
+def _known(names: list[str] | None) -> list[str] | None:
+    for name in names or ():
+        if name not in WORKLOADS:
+            raise typer.BadParameter(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+    return names
+
+
+def _writable(path: Path | None) -> Path | None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise typer.BadParameter(f"{path} is no file in a directory that exists")
+    return path
+
+
+def _drawable(path: Path | None) -> Path | None:
+    if path is None or path.is_dir():
+        return path
+    if path.suffix.lower() not in ("", ".png", ".svg"):
+        raise typer.BadParameter(f"{path} must be a directory, or end in .png or .svg")
+    if path.exists() and not path.suffix:
+        raise typer.BadParameter(f"{path} is a file that does not end in .png or .svg")
+    if path.suffix:
+        return _writable(path)
+    return path
+
+
+def _choose(
+    workload: list[str] | None,
+    sweep: Sweep | None,
+    size: list[float] | None,
+    tensors: list[int] | None,
+) -> dict[str, Sequence[tuple[int, ...]]]:
+    if sweep is None and (size or tensors):
+        raise typer.BadParameter("--size and --tensors belong to --sweep")
+    if sweep is None:
+        return {name: list(WORKLOADS[name]().values()) for name in workload or USUAL}
+    if workload:
+        raise typer.BadParameter("--workload and --sweep exclude each other")
+    try:
+        squares = make_sweep(sweep, size or [], tensors or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return {one.name: one.shapes for one in squares}
+
+
 def main(
-    workload: Annotated[list[str], typer.Option(help=f"One of {', '.join(WORKLOADS)}.")] = list(  # noqa: B006 (typer reads it)
-        WORKLOADS
-    ),
-    rank: Annotated[list[int], typer.Option(callback=_positive)] = [1, 2, 4, 8],  # noqa: B006
-    threads: Annotated[list[int], typer.Option(callback=_positive)] = [1, 2],  # noqa: B006
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=_known,
+            help=f"Any of {', '.join(WORKLOADS)}.  [default: {', '.join(USUAL)}]",
+        ),
+    ] = None,
+    hook: Annotated[
+        list[Hook], typer.Option(help="With python_reducer, passes are timed, too.")
+    ] = USUAL_HOOKS,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(callback=_positive, help="[default: 1, 2, 4, 8; in sweeps 2]"),
+    ] = None,
+    threads: Annotated[
+        list[int] | None, typer.Option(callback=_positive, help="[default: 1, 2; in sweeps 1]")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed calls of each hook.")] = 15,
-    save: Annotated[Path | None, typer.Option("--json", help="Also write the rows here.")] = None,
+    sweep: Annotated[
+        Sweep | None, typer.Option(help="Cost against what, in place of workloads.")
+    ] = None,
+    size: Annotated[
+        list[float] | None,
+        typer.Option(callback=_positive_size, help="Of a sweep's gradient, in MiB."),
+    ] = None,
+    tensors: Annotated[
+        list[int] | None, typer.Option(callback=_positive, help="A sweep's number of matrices.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--json", callback=_writable, help="Also write the rows here.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(callback=_drawable, help="Plots: a .png or .svg of times, or a directory."),
+    ] = None,
 ) -> None:
-    """Time torch's hook, ours, ours with compiled steps and the floor, in one run."""
-    unknown = sorted(set(workload) - set(WORKLOADS))
-    if unknown:
-        raise typer.BadParameter(f"no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
-    console = Console()
-    total = len(workload) * len(rank) * len(threads)
-    measured = _measure_all(workload, threads, rank, repeats)
-    rows = list(track(measured, "Measuring", total=total, console=console, transient=True))
-    console.print(_table(rows))
-    for name, key in (("Ours", "speedup"), ("Compiled", "compiled_speedup")):
-        worst = min(rows, key=lambda row: float(getattr(row, key)))
-        console.print(
-            f"{name} is at least {getattr(worst, key):.1f} times faster than torch's (lowest: "
-            f"{worst.workload}, rank {worst.rank}, {worst.threads} threads)."
-        )
-    if save is not None:
-        save.write_text(
-            json.dumps({"machine": _machine(), "rows": [asdict(row) for row in rows]}, indent=1)
-        )
+    """Time hooks, and the floor, in one run, and count what they allocate."""
+    hooks = list(dict.fromkeys(hook))
+    if sweep and Hook.PYTHON_REDUCER in hooks:
+        raise typer.BadParameter("python_reducer is measured on workloads alone, not in sweeps")
+    shapes = _choose(workload, sweep, size, tensors)
+    counts = threads or (SWEEP_THREADS if sweep else USUAL_THREADS)
+    ranks = rank or (SWEEP_RANKS if sweep else USUAL_RANKS)
+    settings = [
+        Setting(name, of, count, r)
+        for count in counts
+        for name, of in shapes.items()
+        for r in ranks
+    ]
+    console, rows = Console(), []
+    measured = _measure_all(settings, hooks, repeats)
+    for row in track(measured, "Measuring", len(settings), console=console, transient=True):
+        rows.append(row)
+        if save is not None:  # now: a long run may be stopped
+            _save(rows, save)
+    _report(console, rows, hooks)
+    for path in draw(rows, sweep, plot) if plot else ():
+        console.print(f"Wrote {path}.")
 
 
 if __name__ == "__main__":

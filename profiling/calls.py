@@ -2,16 +2,16 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
-from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
+from powersgd.calibration import make_bucket
 from profiling.allocations import measure_memory
 from profiling.hooks import START, Hook
 from profiling.results import Measured, Result, Timing, available_bytes
@@ -26,24 +26,6 @@ _TAKEN_BY_OTHERS = 0.3
 _USABLE = 0.9  # of the memory that is free: pages of other programs come and go
 
 _Name = TypeVar("_Name")
-
-
-def make_bucket(shapes: Iterable[tuple[int, ...]]) -> Any:
-    """Return a DDP bucket of zeros that holds parameters of all the shapes.
-
-    Args:
-        shapes: The parameters' shapes.
-
-    Returns:
-        A ``torch.distributed.GradBucket``; its buffer may be filled and given to a hook repeatedly.
-    """
-    model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros(()).expand_as(parameter)  # used in this step, says DDP
-    # The parameters are never touched, so that they take no memory, unless they are sent around.
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1_000_000, init_sync=False)
-    (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
-    return bucket
 
 
 def make_call(hook: Hook, rank: int, bucket: Any, steps: powersgd.Steps) -> Callable[[], Tensor]:

@@ -126,7 +126,7 @@ def _check_optimizers(names: list[str]) -> list[str]:
 def _check_ranks(ranks: list[int]) -> list[int]:
     for rank in ranks:
         if not 1 <= rank <= LARGEST_RANK:
-            raise typer.BadParameter(f"{rank} is not allowed; give integers from 1 to 56")
+            raise typer.BadParameter(f"{rank} is not allowed; give 1 to {LARGEST_RANK}")
     return sorted(set(ranks))
 
 

@@ -1,16 +1,19 @@
 """The convergence study's plots: loss against steps and bytes, and what each part gains."""
 
 import statistics
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.axis import Axis
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from profiling.effects import Study
 from profiling.plots import COLORS, label_lines, new_figure, save, style
 from profiling.tasks import TASKS
 from profiling.training import PLAIN, Kind, Outcome
 
+WIDE = 10.0  # times the least loss: from there on a linear axis hides differences
 Label = tuple[float, float, str, str]
 
 VARIANTS = {  # (error feedback, warm start)
@@ -33,12 +36,12 @@ def draw_curves(study: Study, path: Path) -> None:
     style(by_step, "steps", loss)
     style(by_bytes, "sent by each process (MB)", loss)
     by_bytes.set_xscale("log")
-    by_bytes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    _mark(by_bytes.xaxis)
     kinds = [kind for kind in (PLAIN, *map(Kind, study.ranks)) if kind in study.of_kind]
     ends: list[list[Label]] = [[], []]
-    for kind, color in zip(kinds, COLORS, strict=False):
+    for kind, color in zip(kinds, cycle(COLORS)):
         for axes, labels, in_bytes in zip((by_step, by_bytes), ends, (False, True), strict=True):
-            labels.append(_draw_band(axes, study.of_kind[kind], color, in_bytes=in_bytes))
+            labels += _draw_band(axes, study.of_kind[kind], color, in_bytes=in_bytes)
     if study.shows_accuracy:  # the loss falls by orders of magnitude
         _use_log_loss(by_step, by_bytes)
     figure.suptitle(f"{study.title}: mean and range over {_count_seeds(study)}", fontsize=11)
@@ -51,29 +54,29 @@ def draw_curves(study: Study, path: Path) -> None:
 def _use_log_loss(*panels: Axes) -> None:
     for axes in panels:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        _mark(axes.yaxis)
 
 
-def _draw_band(axes: Axes, outcomes: list[Outcome], color: str, *, in_bytes: bool) -> Label:
-    # The longest curve has all steps; a run that diverged takes no part, whatever it had reached.
-    kind = outcomes[0].run.kind
+def _mark(axis: Axis) -> None:
+    # matplotlib marks whole decades and writes 2 x 10^0; here there may be less than one.
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _draw_band(axes: Axes, outcomes: list[Outcome], color: str, *, in_bytes: bool) -> list[Label]:
     good = [outcome.curve[1:] for outcome in outcomes if not outcome.has_diverged]
-    diverged = len(outcomes) - len(good)
-    name = "plain" if kind == PLAIN else f"rank {kind.rank}"
-    name += f" ({diverged} of {len(outcomes)} diverged)" if diverged else ""
-    if not good:
-        return (*_corner(axes), name, color)
+    if not good:  # no line, no label; the table tells
+        return []
     x = [point.sent_bytes / 1e6 if in_bytes else float(point.step) for point in good[0]]
     losses = [[point.loss for point in points] for points in zip(*good, strict=True)]
     means = [statistics.fmean(values) for values in losses]
     axes.plot(x, means, color=color)
     axes.fill_between(x, list(map(min, losses)), list(map(max, losses)), color=color, alpha=0.15)
-    return x[-1], means[-1], name, color
-
-
-def _corner(axes: Axes) -> tuple[float, float]:
-    return axes.get_xlim()[1], axes.get_ylim()[1]
+    kind, diverged = outcomes[0].run.kind, len(outcomes) - len(good)
+    name = "plain" if kind == PLAIN else f"rank {kind.rank}"
+    name += f" ({diverged} of {len(outcomes)} diverged)" if diverged else ""
+    return [(x[-1], means[-1], name, color)]
 
 
 def _count_seeds(study: Study) -> str:
@@ -89,10 +92,11 @@ def draw_ablation(study: Study, path: Path) -> None:
         path: Of the picture.
     """
     figure, ((axes,),) = new_figure(width=8)
-    style(axes, "rank", f"final {TASKS[study.task].loss_label}", study.title)
+    style(axes, "rank", f"final {TASKS[study.task].loss_label}")
+    axes.set_title(f"{study.title}: mean ± standard deviation, {_count_seeds(study)}", fontsize=11)
     axes.set_xticks(range(len(study.ranks)), [str(rank) for rank in study.ranks])
     axes.set_xlim(-0.5, len(study.ranks) - 0.5)
-    if study.shows_accuracy:
+    if _is_wide(study):
         _use_log_loss(axes)
     if PLAIN in study.of_kind:
         _draw_plain(axes, study)
@@ -100,6 +104,12 @@ def draw_ablation(study: Study, path: Path) -> None:
         _draw_variant(axes, study, variant, name, i)
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
+
+
+def _is_wide(study: Study) -> bool:
+    losses = [study.summarize(kind).loss for kind in study.of_kind]
+    found = [loss for loss in losses if loss is not None]
+    return bool(found) and max(found) > WIDE * min(found)
 
 
 def _draw_plain(axes: Axes, study: Study) -> None:

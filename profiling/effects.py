@@ -14,9 +14,9 @@ CLEAR = 2.0  # times its spread over seeds: what a mean difference must exceed
 class Effect(Enum):
     """What a change does to the final loss."""
 
-    LOWERS = "lowers"
-    RAISES = "raises"
-    UNCLEAR = "is unclear"
+    LOWERS = "lowers the final loss"
+    RAISES = "raises the final loss"
+    UNCLEAR = "makes no clear difference"
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,13 @@ class Difference:
         return Effect.RAISES if self.mean > 0 else Effect.LOWERS
 
     def __str__(self) -> str:
+        parts = []
+        if self.mean is not None:
+            spread = "" if self.spread is None else f" ± {self.spread:.3f}"
+            parts.append(f"{self.mean:+.3f}{spread}")
         if self.diverged_before or self.diverged_after:
-            return f"{self.diverged_before} -> {self.diverged_after} diverged"
-        assert self.mean is not None
-        return f"{self.mean:+.3f}" + ("" if self.spread is None else f" ± {self.spread:.3f}")
+            parts.append(f"{self.diverged_before} -> {self.diverged_after} diverged")
+        return "; ".join(parts)
 
 
 class Study:
@@ -156,10 +159,10 @@ class Study:
         no_feedback, cold = replace(both, use_error_feedback=False), replace(both, warm_start=False)
         neither = Kind(rank, use_error_feedback=False, warm_start=False)
         return {
-            "error feedback": self.compare(no_feedback, both),
-            "warm start": self.compare(cold, both),
-            "error feedback, without warm start": self.compare(neither, cold),
-            "warm start, without error feedback": self.compare(neither, no_feedback),
+            "error feedback (with warm start)": self.compare(no_feedback, both),
+            "warm start (with error feedback)": self.compare(cold, both),
+            "error feedback (without warm start)": self.compare(neither, cold),
+            "warm start (without error feedback)": self.compare(neither, no_feedback),
         }
 
     def conclude(self) -> list[str]:
@@ -174,12 +177,12 @@ class Study:
         by_rank = {rank: self.effects(rank) for rank in self.ranks}
         sentences = [
             _sentence(
-                f"{name[0].upper()}{name[1:]},", {rank: by_rank[rank][name] for rank in self.ranks}
+                f"{name[0].upper()}{name[1:]}", {rank: by_rank[rank][name] for rank in self.ranks}
             )
             for name in by_rank[self.ranks[0]]
         ]
         against = {rank: self.compare(PLAIN, Kind(rank)) for rank in self.ranks}
-        return [*sentences, _sentence("PowerSGD, in place of plain all-reduce,", against)]
+        return [*sentences, _sentence("PowerSGD in place of plain all-reduce", against)]
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -198,19 +201,12 @@ def group(outcomes: Iterable[Outcome]) -> list[Study]:
 
 def _sentence(subject: str, differences: dict[int, Difference]) -> str:
     parts = []
-    for effect in (Effect.LOWERS, Effect.RAISES):
+    for effect in Effect:
         found = [
             f"rank {rank} ({difference})"
             for rank, difference in differences.items()
             if difference.effect is effect
         ]
         if found:
-            parts.append(f"{effect.value} the final loss at {', '.join(found)}")
-    unclear = [
-        f"rank {rank} ({difference})"
-        for rank, difference in differences.items()
-        if difference.effect is Effect.UNCLEAR
-    ]
-    if unclear:
-        parts.append(f"makes no clear difference at {', '.join(unclear)}")
+            parts.append(f"{effect.value} at {', '.join(found)}")
     return f"{subject} {'; '.join(parts)}."

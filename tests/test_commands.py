@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
 import powersgd
 from compiled import cost, export, train
-from profiling import benchmark, soak
+from profiling import soak
 
 
 def _run(main: Callable[..., Any], *arguments: str) -> Any:
@@ -45,21 +44,6 @@ def test_export_refuses_what_it_cannot_use(arguments: list[str], message: str) -
     result = _run(export.main, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
-
-
-def test_benchmark_measures_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        benchmark, "WORKLOADS", {"tiny": lambda: {"weight": (64, 48), "bias": (64,)}}
-    )
-    save = str(tmp_path / "rows.json")
-    options = ["--workload", "tiny", "--rank", "1", "--threads", "1", "--repeats", "3"]
-    result = _run(benchmark.main, *options, "--json", save)
-    assert result.exit_code == 0, result.output
-    saved = json.loads(Path(save).read_text())
-    assert saved["machine"]["torch"] == torch.__version__
-    (row,) = saved["rows"]
-    assert all(row[name]["median"] > 0 for name in ("torch", "ours", "compiled", "floor"))
-    assert _run(benchmark.main, "--workload", "none").exit_code == 2
 
 
 def test_soak_reports_what_it_went_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
 from powersgd import PowerSGDState
-from profiling.benchmark import make_bucket
+from powersgd.calibration import make_bucket
 
 from .ranks import run_ranks
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import powersgd
-from profiling.benchmark import make_bucket
+from powersgd.calibration import make_bucket
 
 from .ranks import run_ranks
 
