@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from profiling.events import find_events
 from profiling.hooks import START, Hook, make_backward, wrap
@@ -115,30 +114,10 @@ def record(rank: int, recording: Recording) -> Summary:
     return summarize(events)
 
 
-def average_in_bf16(
-    state: object,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    """Run torch's bf16 hook, which DDP refuses by its name on any backend but NCCL and XCCL.
-
-    Args:
-        state: None.
-        bucket: The bucket that is ready.
-
-    Returns:
-        A future of the averaged gradients.
-    """
-    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
-
-
 def _make_step(task: Task, recording: Recording) -> Callable[[], None]:
     hook, cap = recording.hook, task.bucket_cap_mb
     cap = 2 * task.gradient_mb if hook is Hook.TORCH else cap
-    is_bf16 = hook is Hook.BF16
-    registered = Hook.NONE if is_bf16 else hook
-    ddp, _ = wrap(task.model, registered, recording.rank, bucket_cap_mb=cap)
-    if is_bf16:
-        ddp.register_comm_hook(None, average_in_bf16)
+    ddp, _ = wrap(task.model, hook, recording.rank, bucket_cap_mb=cap)
     backward = make_backward(ddp, task.loss, hook)
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.01, momentum=0.9)
 

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
@@ -53,6 +54,22 @@ _LABELS = {
 }
 
 
+def average_in_bf16(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Run torch's bf16 hook, which DDP refuses by its name on any backend but NCCL and XCCL.
+
+    Args:
+        state: None, or a process group.
+        bucket: The bucket that is ready.
+
+    Returns:
+        A future of the averaged gradients.
+    """
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
+
+
 def wrap(
     model: nn.Module, hook: Hook, rank: int = 1, **options: Any
 ) -> tuple[DistributedDataParallel, Any]:
@@ -75,8 +92,8 @@ def wrap(
     torch._inductor.config.bucket_all_reduces_fx = "all" if is_traced else "none"
     ddp = DistributedDataParallel(model, **options)
     if hook in (Hook.FP16, Hook.BF16):
-        half = {Hook.FP16: "fp16_compress_hook", Hook.BF16: "bf16_compress_hook"}[hook]
-        ddp.register_comm_hook(None, getattr(default_hooks, half))
+        half = default_hooks.fp16_compress_hook if hook is Hook.FP16 else average_in_bf16
+        ddp.register_comm_hook(ddp.process_group, half)
         return ddp, None
     if hook is Hook.TORCH:
         state: Any = theirs.PowerSGDState(None, rank, start_powerSGD_iter=START)

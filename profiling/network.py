@@ -6,9 +6,7 @@ Needs Linux, root, and ``ip`` and ``tc`` of iproute2.
 """
 
 import json
-import os
 import platform
-import re
 import statistics
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -16,12 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
 
-import powersgd
+from powersgd import units
 from profiling.hooks import Hook
 from profiling.link import Link, LinkError, namespaces
 from profiling.network_models import MODELS
@@ -33,6 +30,7 @@ from profiling.network_report import (
     make_table,
     plot,
 )
+from profiling.results import machine
 
 __all__ = ["LinkError", "Row", "measure", "measure_each"]
 
@@ -156,22 +154,11 @@ def _make_rows(
     return rows
 
 
-def parse_rate(text: str) -> float:
-    """Read a rate such as ``100Mbit`` or ``2.5Gbit``.
-
-    Args:
-        text: A number and a unit.
-
-    Returns:
-        Bits per second.
-
-    Raises:
-        BadParameter: If it is none, or out of range.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MG])bit(?:/s)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no rate; give one such as 100Mbit or 2.5Gbit")
-    rate = float(match[1]) * {"m": 1e6, "g": 1e9}[match[2].lower()]
+def _parse_rate(text: str) -> float:
+    try:
+        rate = units.parse_rate(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if not LOWEST <= rate <= HIGHEST:
         raise typer.BadParameter(f"{text!r} is out of range; give 1Mbit to 100Gbit")
     return rate
@@ -181,36 +168,24 @@ def parse_rates(texts: list[str]) -> list[float]:
     """Read rates.
 
     Args:
-        texts: See `parse_rate`.
+        texts: Such as ``100Mbit``.
 
     Returns:
         Bits per second, ascending, each once.
     """
-    return sorted({parse_rate(text) for text in texts})
+    return sorted({_parse_rate(text) for text in texts})
 
 
 def _parse_latency(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(us|ms|s)?", text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no latency; give one such as 5ms or 200us")
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2] or "ms"]
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "torch": torch.__version__,
-        "powersgd": powersgd.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
+    try:
+        return units.parse_time(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _write(rows: list[Row], settings: dict[str, Any], path: Path) -> None:
     everything = {
-        "machine": _machine(),
+        "machine": {**machine(), "kernel": platform.release()},
         "settings": settings,
         "rows": [asdict(row) for row in rows],
         "break_even": find_break_even(rows),

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from profiling.hooks import START, Hook, make_backward, wrap
 from profiling.link import INTERFACE, address_of
@@ -33,25 +32,6 @@ TRANSFER_S = 0.4
 CHUNK = 1 << 20
 PORT = 29_000
 DAY = timedelta(days=1)  # the one that started this rank has a shorter limit
-
-
-def average_in_bf16(
-    group: Any,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[Tensor]:
-    """Average a bucket in bf16: torch's hook, whose own name DDP refuses on any backend but NCCL.
-
-    Args:
-        group: The process group; None for the default one.
-        bucket: DDP's.
-
-    Returns:
-        The average, in the bucket's dtype.
-    """
-    averaged: torch.futures.Future[Tensor] = default_hooks._compress_hook(
-        torch.bfloat16, group, bucket
-    )
-    return averaged
 
 
 def _loss(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -77,10 +57,7 @@ class Trainer:
         if hook is not None:
             # torch's own works with one bucket alone; everything else has DDP's usual ones.
             options = {"bucket_cap_mb": 1_000_000} if hook is Hook.TORCH else {}
-            is_bf16 = hook is Hook.BF16
-            wrapped, _ = wrap(self.model, Hook.NONE if is_bf16 else hook, max(rank, 1), **options)
-            if is_bf16:
-                wrapped.register_comm_hook(None, average_in_bf16)
+            wrapped, _ = wrap(self.model, hook, max(rank, 1), **options)
         self.backward = make_backward(wrapped, loss, hook or Hook.NONE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
 

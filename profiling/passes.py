@@ -120,11 +120,9 @@ def measure_passes(
     gc.collect()
     torch.compiler.reset()  # all models are compiled from the same code, and there is a limit
     gradient_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
-    chosen = [hook for hook in hooks if hook not in (Hook.NONE, Hook.BF16)]
+    chosen = [hook for hook in hooks if hook is not Hook.NONE]
     # Held once: the gradients, two copies for the floor, what both kinds of plain passes take.
     blocks, skipped = make_blocks(chosen, gradient_bytes, shared=5, each=1)
-    if Hook.BF16 in hooks:
-        skipped.append(f"{Hook.BF16.label} is skipped: DDP takes that hook on NCCL and XCCL alone.")
     results: list[Result] = []
     for block in blocks:
         found = _measure_block(shapes, block, rank, repeats)

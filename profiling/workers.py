@@ -48,4 +48,5 @@ def _run(
     try:
         torch.save(function(rank, *arguments), f"{directory}/{rank}.pt")
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

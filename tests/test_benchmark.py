@@ -65,6 +65,7 @@ def test_every_hook_is_timed_and_its_memory_counted(tmp_path: Path) -> None:
     assert {path.name for path in plots.iterdir()} == {"calls.png", "memory.png"}
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
 @pytest.mark.usefixtures("_tiny")
 def test_python_reducer_is_compared_with_a_compiled_plain_pass(tmp_path: Path) -> None:
     options = ["--workload", "tiny", "--rank", RANK, "--threads", 1, "--repeats", 3]
