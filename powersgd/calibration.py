@@ -27,6 +27,7 @@ REPEATS, WARM_UP = 7, 3
 LARGE = [(1024, 1024)] * 8  # one batch: what elements cost
 SMALL = [(96 + i, 160) for i in range(48)]  # as many batches: what each of them costs
 SMALL_BYTES, LARGE_BYTES = 4, 8 * 2**20
+OTHERS_BYTES = 64 * 2**20  # more than caches hold
 
 # Two cores of a shared virtual machine (AMD EPYC), one thread; `powersgd plan --calibrate`.
 DEFAULT = Costs(
@@ -34,6 +35,7 @@ DEFAULT = Costs(
     RANKS,
     (1.7e-9, 1.9e-9, 2.4e-9, 3.0e-9, 4.2e-9, 7.0e-9),
     (1.5e-4, 1.6e-4, 1.8e-4, 2.2e-4, 3.2e-4, 6.0e-4),
+    1.0e-9,
     1.0e-9,
     1e-4,
     4e-10,
@@ -78,7 +80,7 @@ def calibrate(device: str = "cpu") -> Costs:
     try:
         large = [_time_hook(LARGE, rank, device) for rank in RANKS]
         small = [_time_hook(SMALL, rank, device) for rank in RANKS]
-        cast_s = _time_cast(device)
+        cast_s, copy_s = _time_copies(device)
     finally:
         dist.destroy_process_group()
     numel = sum(math.prod(shape) for shape in LARGE)
@@ -89,7 +91,7 @@ def calibrate(device: str = "cpu") -> Costs:
         for time_s, each in zip(small, element_s, strict=True)
     )
     message_s, byte_s = _time_all_reduce()
-    return Costs(_describe(device), RANKS, element_s, group_s, cast_s, message_s, byte_s)
+    return Costs(_describe(device), RANKS, element_s, group_s, cast_s, copy_s, message_s, byte_s)
 
 
 def _new_store() -> Any:
@@ -101,15 +103,22 @@ def _describe(device: str) -> str:
     return f"measured on this machine ({name}, {torch.get_num_threads()} threads)"
 
 
-def _median(call: Callable[[], object], device: str) -> float:
+def _median(call: Callable[[], object], device: str, others_bytes: int = OTHERS_BYTES) -> float:
     times = []
+    others = torch.zeros(others_bytes // 4, device=device)
     for _ in range(REPEATS + WARM_UP):
+        others.add_(1)  # in training, backward and the optimizer use the caches in between
+        _synchronize(device)
         start = time.perf_counter()
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[WARM_UP:])
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _time_hook(shapes: list[tuple[int, int]], rank: int, device: str) -> float:
@@ -123,13 +132,16 @@ def _time_hook(shapes: list[tuple[int, int]], rank: int, device: str) -> float:
     return _median(call, device)
 
 
-def _time_cast(device: str) -> float:
-    buffer = torch.randn(4 * 2**20, device=device)
+def _time_copies(device: str) -> tuple[float, float]:
+    # Of one element: to bf16 and back, and in float32 to another place and back.
+    buffer, other = torch.randn(2, 4 * 2**20, device=device)
+    half = torch.empty_like(buffer, dtype=torch.bfloat16)
 
-    def call() -> None:
-        buffer.copy_(buffer.to(torch.bfloat16).div_(1))
+    def time_through(stop: Tensor) -> float:
+        time_s = _median(lambda: buffer.copy_(stop.copy_(buffer)), device)
+        return time_s / int(buffer.numel())
 
-    return _median(call, device) / buffer.numel()
+    return time_through(half), time_through(other)
 
 
 def _time_all_reduce() -> tuple[float, float]:
@@ -144,7 +156,7 @@ def _time_all_reduce() -> tuple[float, float]:
             def call(tensor: Tensor = tensor) -> None:
                 group.allreduce([tensor]).wait()
 
-            times[rank, nbytes] = _median(call, "cpu")
+            times[rank, nbytes] = _median(call, "cpu", 0)  # or the two would not be in step
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

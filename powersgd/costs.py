@@ -60,6 +60,7 @@ class Costs:
         element_s: By rank, of one compressed element: all three steps and error feedback.
         group_s: By rank, of one batch of equal matrices, on top.
         cast_s: Of one element that is cast to bf16 and back.
+        copy_s: Of one element that DDP copies into its bucket and back.
         message_s: Of one message of an all-reduce, on the host.
         byte_s: Of one byte that an all-reduce sends, on the host.
     """
@@ -69,6 +70,7 @@ class Costs:
     element_s: tuple[float, ...]
     group_s: tuple[float, ...]
     cast_s: float
+    copy_s: float
     message_s: float
     byte_s: float
 
@@ -211,14 +213,16 @@ class Job:
         for bucket in buckets:
             numel = sum(layer.spec.numel for layer in bucket)
             now += (1 - FORWARD) * self.compute_s * numel / max(total, 1)
+            now += self.costs.copy_s / 2 * numel  # into the bucket
             nbytes, work_s, plan = self._first_message(bucket, numel, method)
             now += work_s
             free = max(now, free) + self.costs.all_reduce_s(nbytes, self.workers, link)
             ends.append(free)
             plans.append((plan, bucket[0].itemsize))
+        out_s = self.costs.copy_s / 2 * total
         if method.exchange is not Exchange.POWERSGD:
-            return max(now, free)
-        return self._finish(method.rank, plans, now, ends, link)
+            return max(now, free) + out_s
+        return self._finish(method.rank, plans, now, ends, link) + out_s
 
     def _first_message(
         self, bucket: tuple[Layer, ...], numel: int, method: Method

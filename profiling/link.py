@@ -24,7 +24,7 @@ COMMAND_S = 30.0
 # What tbf saves up while the link idles passes at once. It must bridge the time in which a timer is
 # late, or the rate is not reached; but more than that, and PowerSGD's few kilobytes would be free:
 # a message after a pause arrives earlier by up to this time.
-BURST_S, SMALLEST_BURST = 500e-6, 4096
+BURST_S, SMALLEST_BURST = 2e-3, 2**14
 QUEUE_S, SMALLEST_QUEUE = 0.02, 2**20
 
 

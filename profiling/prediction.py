@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
@@ -67,7 +67,8 @@ def average(every: Sequence[Costs]) -> Costs:
     Returns:
         The mean.
     """
-    first, values = every[0], {}
+    first = every[0]
+    values: dict[str, Any] = {}
     for field in fields(Costs):
         of_field = [getattr(costs, field.name) for costs in every]
         if isinstance(of_field[0], float):

@@ -18,7 +18,7 @@ from powersgd.models import Layer, read_layers
 from powersgd.units import format_bytes, format_rate, format_time, parse_rate, parse_time
 from powersgd.workloads import WORKLOADS
 
-FREE = Costs("nothing", (1, 4), (0.0, 0.0), (0.0, 0.0), 0.0, 0.0, 0.0)
+FREE = Costs("nothing", (1, 4), (0.0, 0.0), (0.0, 0.0), 0.0, 0.0, 0.0, 0.0)
 BITS = 8 / 0.95  # per byte of payload
 LINK = Link(BITS * 1e6, 0.001)  # a megabyte per second, a millisecond
 RANK1 = Method(Exchange.POWERSGD, 1)
@@ -165,6 +165,8 @@ def test_plain_averaging_hides_behind_backward() -> None:
     slow = replace(job, compute_s=90.0)
     assert slow.step_s(PLAIN, link) == pytest.approx(90 + ring * 4)
     assert slow.step_s(BF16, link) == pytest.approx(90 + ring * 2)
+    copied = replace(slow, costs=replace(FREE, copy_s=2e-5))
+    assert copied.step_s(PLAIN, link) == pytest.approx(90 + 1.25e6 * 2e-5 + ring * 4)
     # The link is the bottleneck: it starts with b and is never idle.
     fast = replace(job, compute_s=0.9)
     assert fast.step_s(PLAIN, link) == pytest.approx(0.3 + 0.6 / 5 + ring * 5)
@@ -226,7 +228,9 @@ def test_calibration_measures_what_can_be_told_apart(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(calibration, "LARGE_BYTES", 2**20)
     costs = calibration.calibrate()
     assert costs.ranks == (1, 2, 4, 8, 16, 32)
-    assert all(value > 0 for value in (*costs.element_s, costs.cast_s, costs.message_s))
+    assert all(
+        value > 0 for value in (*costs.element_s, costs.cast_s, costs.copy_s, costs.message_s)
+    )
     assert costs.byte_s >= 0
     assert not torch.distributed.is_initialized()
 
