@@ -33,12 +33,12 @@ OTHERS_BYTES = 64 * 2**20  # more than caches hold
 DEFAULT = Costs(
     "one core of an AMD EPYC (the default; --calibrate measures this machine)",
     RANKS,
-    (1.7e-9, 1.9e-9, 2.4e-9, 3.0e-9, 4.2e-9, 7.0e-9),
-    (1.5e-4, 1.6e-4, 1.8e-4, 2.2e-4, 3.2e-4, 6.0e-4),
-    1.0e-9,
-    1.0e-9,
-    1e-4,
-    4e-10,
+    (2.1e-9, 2.7e-9, 3.3e-9, 4.3e-9, 5.0e-9, 8.0e-9),
+    (4.2e-4, 4.2e-4, 3.7e-4, 3.8e-4, 5.8e-4, 6.0e-4),
+    cast_s=5e-10,
+    copy_s=9e-10,
+    message_s=3e-4,
+    byte_s=1.5e-9,
 )
 
 
