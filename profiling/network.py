@@ -200,13 +200,15 @@ def _require_positive(numbers: list[int]) -> list[int]:
     return numbers
 
 
-def _require_suffix(path: Path | None) -> Path | None:
+def require_suffix(path: Path | None) -> Path | None:
+    """Return a plot's path if its name says what to draw; raises BadParameter otherwise."""
     if path is not None and path.suffix.lower() not in (".png", ".svg"):
         raise typer.BadParameter(f"{path} must end in .png or .svg")
     return path
 
 
-def _require_model(name: str) -> str:
+def require_model(name: str) -> str:
+    """Return a model's name if there is one of this name; raises BadParameter otherwise."""
     if name not in MODELS:
         raise typer.BadParameter(f"no model {name!r}; there are {', '.join(MODELS)}")
     return name
@@ -217,7 +219,7 @@ def main(
     hook: Annotated[list[Hook], typer.Option(help="What averages the gradients.")] = HOOKS,
     rank: Annotated[list[int], typer.Option(callback=_require_positive)] = [1, 4],  # noqa: B006
     workers: Annotated[int, typer.Option(min=2, max=4, help="Ranks, each in a namespace.")] = 2,
-    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.", callback=_require_model)] = (
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.", callback=require_model)] = (
         "square"
     ),
     batch: Annotated[int, typer.Option(min=1, help="Samples of each rank in a step.")] = 32,
@@ -228,7 +230,7 @@ def main(
     limit: Annotated[float, typer.Option(min=1, help="Hard limit for each rate, in s.")] = 300,
     save: Annotated[Path | None, typer.Option("--json", help="Also write everything here.")] = None,
     plot_to: Annotated[
-        Path | None, typer.Option("--plot", help=".png or .svg.", callback=_require_suffix)
+        Path | None, typer.Option("--plot", help=".png or .svg.", callback=require_suffix)
     ] = None,
 ) -> None:
     """Time whole training steps over a shaped link; find the rates below which PowerSGD pays."""

@@ -24,7 +24,7 @@ from powersgd.models import Layer
 from powersgd.units import format_rate
 from profiling.hooks import Hook
 from profiling.link import LinkError
-from profiling.network import Row, measure, parse_rates
+from profiling.network import Row, measure, parse_rates, require_model, require_suffix
 from profiling.network_models import MODELS, make_model
 from profiling.plots import COLORS, label_lines, new_figure, save, style
 from profiling.results import machine
@@ -157,19 +157,17 @@ def draw(checks: Sequence[Check], path: Path) -> None:
     save(figure, path)
 
 
-def _known(name: str) -> str:
-    if name not in MODELS:
-        raise typer.BadParameter(f"no model {name!r}; there are {', '.join(MODELS)}")
-    return name
-
-
 def main(
     rate: Annotated[list[str], typer.Option(help="Of the link, each way.")] = RATES,
-    model: Annotated[str, typer.Option(callback=_known, help=f"{', '.join(MODELS)}.")] = "square",
+    model: Annotated[
+        str, typer.Option(callback=require_model, help=f"{', '.join(MODELS)}.")
+    ] = "square",
     workers: Annotated[int, typer.Option(min=2, max=4, help="Ranks.")] = 2,
     repeats: Annotated[int, typer.Option(min=5, help="Timed steps of each.")] = 20,
     to_json: Annotated[Path | None, typer.Option("--json", help="Also write all here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help=".png or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=require_suffix, help=".png or .svg.")
+    ] = None,
 ) -> None:
     """Predict training steps over a shaped link, then measure them."""
     rates, console = parse_rates(rate), Console()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,6 +262,13 @@ def test_the_command_shows_saves_and_draws(
     assert [p["workers"] for p in content["predictions"]] == [16, 4096]
     assert content["predictions"][0]["methods"][2]["sent_bytes"] == 4 * (1536 + 7 + 9)
     assert "rank 4" in picture.read_text() or picture.stat().st_size > 5000
+
+
+def test_the_command_of_the_readme_gives_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (command,) = re.findall(r"<!-- plan example -->\n```bash\npowersgd (.*)\n```", text)
+    assert main(command.split()) == 0
+    assert "PowerSGD" in capsys.readouterr().out.rpartition("\n\nAssumed")[0]
 
 
 def test_costs_are_written_and_read_again(
