@@ -3,8 +3,9 @@
 import math
 import re
 
-_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+# Powers of ten, for float() to round once: 350 * 1e-3 is not the number that 0.35 is.
+_PREFIXES = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12}
+_SECONDS = {"s": 0, "ms": -3, "us": -6, "ns": -9}
 
 
 def parse_rate(text: str) -> float:
@@ -24,7 +25,7 @@ def parse_rate(text: str) -> float:
         2500000000.0
     """
     match = re.fullmatch(r"(\d+\.?\d*) ?([kKMGT]?)bit(/s)?", text.strip())
-    rate = float(match[1]) * _PREFIXES[match[2]] if match else 0.0
+    rate = float(f"{match[1]}e{_PREFIXES[match[2]]}") if match else 0.0
     if not 0 < rate < math.inf:
         raise ValueError(f"{text!r} is no link rate: write it as 100Mbit, 2.5Gbit")
     return rate
@@ -47,9 +48,10 @@ def parse_time(text: str) -> float:
         0.35
     """
     match = re.fullmatch(r"(\d+\.?\d*) ?([mnu]?s)", text.strip())
-    if match is None or not math.isfinite(float(match[1])):
+    seconds = float(f"{match[1]}e{_SECONDS[match[2]]}") if match else math.inf
+    if not math.isfinite(seconds):
         raise ValueError(f"{text!r} is no time: write it as 100us, 350ms, 2s")
-    return float(match[1]) * _SECONDS[match[2]]
+    return seconds
 
 
 def format_rate(bits_per_s: float) -> str:
@@ -85,8 +87,8 @@ def format_bytes(nbytes: float) -> str:
 
 
 def _scaled(value: float, unit: str) -> str:
-    prefix = next((p for p in "TGMk" if value >= 0.9995 * _PREFIXES[p]), "")
-    return f"{_three_digits(value / _PREFIXES[prefix])} {prefix}{unit}"
+    prefix = next((p for p in "TGMk" if value >= 0.9995 * 10.0 ** _PREFIXES[p]), "")
+    return f"{_three_digits(value / 10.0 ** _PREFIXES[prefix])} {prefix}{unit}"
 
 
 def format_time(seconds: float) -> str:
@@ -102,8 +104,8 @@ def format_time(seconds: float) -> str:
         >>> format_time(0.0123)
         '12.3 ms'
     """
-    unit = next((u for u in ("s", "ms") if seconds >= 0.9995 * _SECONDS[u]), "us")
-    return f"{_three_digits(seconds / _SECONDS[unit])} {unit}"
+    unit = next((u for u in ("s", "ms") if seconds >= 0.9995 * 10.0 ** _SECONDS[u]), "us")
+    return f"{_three_digits(seconds / 10.0 ** _SECONDS[unit])} {unit}"
 
 
 def _three_digits(value: float) -> str:

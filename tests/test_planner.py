@@ -111,15 +111,15 @@ def test_the_bytes_of_each_dtype_are_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("100Mbit", 1e8), ("2.5 Gbit/s", 2.5e9), ("64kbit", 64e3), ("10Gbit", 1e10)],
+    [("100Mbit", 1e8), ("2.5 Gbit/s", 2.5e9), ("64kbit", 64e3), ("8.2Gbit", 8.2e9)],
 )
 def test_rates_are_read(text: str, value: float) -> None:
     assert parse_rate(text) == value
 
 
 def test_times_are_read_and_written() -> None:
-    times = [parse_time(text) for text in ("0s", "100us", "1.5 ms")]
-    assert times == pytest.approx([0, 1e-4, 1.5e-3])
+    times = [parse_time(text) for text in ("0s", "100us", "1.5 ms", "350ms")]
+    assert times == [0, 1e-4, 1.5e-3, 0.35]
     for wrong in ("fast", "1", "-1ms", "1m"):
         with pytest.raises(ValueError, match="is no time"):
             parse_time(wrong)
