@@ -3,8 +3,10 @@
 from powersgd.compilation import compile_steps
 from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
 from powersgd.loading import load_steps
+from powersgd.loop import average_gradients
 from powersgd.orthogonalization import orthogonalize
 from powersgd.phases import EAGER, Steps
+from powersgd.registration import register
 from powersgd.sharing import Checkpoint, shared_state_dict
 from powersgd.state import PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, residual
@@ -16,6 +18,7 @@ __all__ = [
     "Checkpoint",
     "PowerSGDState",
     "Steps",
+    "average_gradients",
     "batched_powerSGD_hook",
     "compile_steps",
     "compute_p",
@@ -24,6 +27,7 @@ __all__ = [
     "orthogonalize",
     "powerSGD_hook",
     "reconstruct",
+    "register",
     "residual",
     "shared_state_dict",
 ]

@@ -10,15 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from powersgd.collectives import all_gather
+from powersgd.collectives import Collectives, explained
 
 _ERROR = "error"
 
 
 def require_agreement(
-    collect: Callable[[], Mapping[str, Any]], group: dist.ProcessGroup, device: torch.device
+    collect: Callable[[], Mapping[str, Any]], collectives: Collectives, device: torch.device
 ) -> None:
     """Raise on all ranks unless all of them state the same facts.
 
@@ -27,7 +26,7 @@ def require_agreement(
     Args:
         collect: Returns what this rank is about to do, by name; values that JSON can hold. What it
             raises, as ValueError or TypeError, is raised here once the other ranks know.
-        group: The process group, all of whose ranks make this call.
+        collectives: The backend, all of whose members make this call.
         device: Where the group's backend wants its tensors.
 
     Raises:
@@ -41,7 +40,7 @@ def require_agreement(
         facts = collect()
     except (TypeError, ValueError) as error:
         own, facts = error, {_ERROR: str(error)}
-    every = _gather(facts, group, device)
+    every = _gather(facts, collectives, device)
     if own is not None:
         raise own
     for rank, theirs in enumerate(every):
@@ -52,19 +51,24 @@ def require_agreement(
 
 
 def _gather(
-    facts: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+    facts: Mapping[str, Any], collectives: Collectives, device: torch.device
 ) -> list[Mapping[str, Any]]:
     # By rank; empty if all are the same.
     text = json.dumps(facts).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big", signed=True)
     mine = torch.tensor([digest, len(text)], dtype=torch.int64, device=device)
-    digests, lengths = torch.stack(all_gather(mine, group)).T.tolist()
+    digests, lengths = torch.stack(_all_gather(mine, collectives)).T.tolist()
     if len(set(digests)) == 1:
         return []
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = all_gather(padded.to(device), group)
+    texts = _all_gather(padded.to(device), collectives)
     return [json.loads(bytes(t[:n].tolist())) for t, n in zip(texts, lengths, strict=True)]
+
+
+def _all_gather(tensor: torch.Tensor, collectives: Collectives) -> list[torch.Tensor]:
+    with explained():
+        return collectives.all_gather(tensor)
 
 
 def _describe(facts: Sequence[Mapping[str, Any]]) -> str:

@@ -87,7 +87,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def group(name: str, value: Any) -> Any:
-    """Return ``value`` if it is None or a process group with this rank in it.
+    """Return ``value`` if it is None, a process group with this rank in it, or like one.
 
     Args:
         name: The argument's name.
@@ -99,7 +99,8 @@ def group(name: str, value: Any) -> Any:
     Raises:
         ValueError: If it is something else, such as torch's mark for a rank outside the group.
     """
-    if value is not None and not callable(getattr(value, "allreduce", None)):
+    is_one = any(callable(getattr(value, name, None)) for name in ("allreduce", "start_mean_"))
+    if value is not None and not is_one:
         raise ValueError(
             f"{name} is {show(value)}, but must be None or a process group with this rank in it"
         )

@@ -6,20 +6,18 @@ settings that they have agreed on stay in force, so that a rank that was set dif
 start other collectives than the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from powersgd.agreement import require_agreement
 from powersgd.allocation import add_bucket
-from powersgd.collectives import wait
+from powersgd.collectives import Collectives, Work, find_collectives, wait
 from powersgd.layout import ParameterSpec
 from powersgd.memory import BucketState
-from powersgd.names import named_parameters
 from powersgd.phases import EAGER
 from powersgd.plan import Plan, make_plan, make_square_plan
 from powersgd.rehearsal import rehearse
@@ -35,8 +33,8 @@ class Arrival:
     Attributes:
         buffer: The bucket's gradients, shape ``(numel,)``, or one sparse gradient. Overwritten.
         parameters: The parameters in the order of the buffer, in which they lie without gaps.
-        module: The model, or a module around it, if it is known.
-        process_group: The group over which the front end averages; the state's must have its ranks.
+        find_names: Returns the model's parameters by name; None if the model is not known.
+        collectives: Over which the front end averages; the state's must have the same members.
         is_first: Whether this is the step's first bucket.
         is_last: Whether this is the step's last bucket.
         is_new: Whether it is the first bucket of a model, or model wrapper, that is new to the
@@ -48,8 +46,8 @@ class Arrival:
 
     buffer: Tensor
     parameters: Sequence[Tensor]
-    module: nn.Module | None
-    process_group: dist.ProcessGroup
+    find_names: Callable[[], Mapping[str, Tensor]] | None
+    collectives: Collectives
     is_first: bool
     is_last: bool
     is_new: bool
@@ -65,7 +63,7 @@ class Arrival:
 class Flag:
     """Whether any rank had changed settings in a step; read at the start of the next one."""
 
-    def __init__(self, flag: Tensor, work: dist.Work | None = None) -> None:
+    def __init__(self, flag: Tensor, work: Work | None = None) -> None:
         """Take a flag on its way to all ranks.
 
         Args:
@@ -100,44 +98,23 @@ class Flag:
             self._event.record(stream)
 
 
-def find_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a process group, or the default one.
-
-    Args:
-        group: A group, or None for the default one.
-
-    Returns:
-        The group.
-
-    Raises:
-        RuntimeError: If there is no default group.
-    """
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "PowerSGD needs a process group: call torch.distributed.init_process_group first"
-        )
-    found = group if group is not None else dist.group.WORLD
-    assert found is not None  # there is a default group once torch.distributed is initialised
-    return found
-
-
-def require_same_group(state: PowerSGDState, theirs: dist.ProcessGroup) -> None:
+def require_same_group(state: PowerSGDState, theirs: Collectives) -> None:
     """Raise unless the state's process group has the ranks of the front end's.
 
     Args:
         state: The state.
-        theirs: The group over which the front end averages.
+        theirs: Over which the front end averages.
 
     Raises:
         ValueError: If the ranks differ: the replicas would drift apart without a word. Or if there
             is no such group any more.
     """
     try:
-        mine = dist.get_process_group_ranks(find_group(state.process_group))
+        mine = find_collectives(state.process_group).members()
     except KeyError:
         raise ValueError("the state's process group has been destroyed") from None
     try:
-        ranks = dist.get_process_group_ranks(theirs)
+        ranks = theirs.members()
     except KeyError:
         raise ValueError("DDP's process group has been destroyed: make a new DDP model") from None
     if mine != ranks:
@@ -147,22 +124,22 @@ def require_same_group(state: PowerSGDState, theirs: dist.ProcessGroup) -> None:
         )
 
 
-def find_home(group: dist.ProcessGroup) -> tuple[int, int]:
+def find_home(collectives: Collectives) -> tuple[int, int]:
     """Return what tells whose residuals are whose: this rank in the world, the group's size."""
-    return dist.get_rank(), group.size()
+    return collectives.rank(), collectives.size()
 
 
-def require_home(state: PowerSGDState, group: dist.ProcessGroup) -> None:
+def require_home(state: PowerSGDState, collectives: Collectives) -> None:
     """Raise unless this rank is the one whose residuals the state has loaded.
 
     Args:
         state: The state.
-        group: The group over which the front end averages.
+        collectives: Over which the front end averages.
 
     Raises:
         ValueError: If it is not: the residuals of the others would be lost.
     """
-    here = find_home(group)
+    here = find_home(collectives)
     if state.origin is not None and state.origin != here:
         raise ValueError(
             f"the state holds the residuals of rank {state.origin[0]}, in a group of "
@@ -198,12 +175,12 @@ def meet(state: PowerSGDState, arrival: Arrival) -> BucketState | None:
         if bucket is not None or arrival.kind == "sparse":
             return bucket
     terms = _Terms(state, arrival, is_settling)
-    require_agreement(terms.collect, arrival.process_group, arrival.buffer.device)
+    require_agreement(terms.collect, arrival.collectives, arrival.buffer.device)
     state.change = None
     meet_model(state, terms.names)
     state.positions.register(arrival.parameters, arrival.kind)
     if is_settling:
-        state.adopt(terms.settings, find_home(arrival.process_group))
+        state.adopt(terms.settings, find_home(arrival.collectives))
     return None if terms.plan is None else _take_in(state, arrival, terms, terms.plan)
 
 
@@ -212,7 +189,7 @@ class _Terms:
 
     settings: Settings
     specs: tuple[ParameterSpec, ...]
-    names: dict[str, nn.Parameter] | None = None
+    names: Mapping[str, Tensor] | None = None
     plan: Plan | None = None
 
     def __init__(self, state: PowerSGDState, arrival: Arrival, is_settling: bool) -> None:
@@ -221,12 +198,12 @@ class _Terms:
     def collect(self) -> dict[str, Any]:
         """Check all that this rank can check alone, and make the plan."""
         state, arrival = self._state, self._arrival
-        if arrival.module is not None:
-            self.names = named_parameters(arrival.module)
+        if arrival.find_names is not None:
+            self.names = arrival.find_names()
         model = None if self.names is None else set(self.names.values())
         state.positions.require_same_model(arrival.parameters, model, is_new=arrival.is_new)
-        require_same_group(state, arrival.process_group)
-        require_home(state, arrival.process_group)
+        require_same_group(state, arrival.collectives)
+        require_home(state, arrival.collectives)
         require_fit(state, self.names)
         self.settings = state.settings() if self._is_settling else state.in_force
         self.specs = tuple(ParameterSpec.of(parameter) for parameter in arrival.parameters)
@@ -257,7 +234,7 @@ def common_facts(
     """
     return {
         **settings._asdict(),
-        "the process group": find_group(state.process_group).group_name,
+        "the process group": find_collectives(state.process_group).name,
         "whether each rank has loaded its own residuals": state.origin is not None,
         "the parameters' shapes": [list(spec.shape) for spec in specs],
         "the parameters' strides": [list(spec.stride) for spec in specs],

@@ -1,5 +1,6 @@
 """The phases through torch.compile."""
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from powersgd import fused
 from powersgd.phases import EAGER, Steps
+
+logger = logging.getLogger(__name__)
 
 # Where one compiled pass pays on CPU: the call is dear, and unrolled sums of a large rank are slow.
 _LEAST_NUMEL = 1 << 18
@@ -98,15 +101,28 @@ def compile_steps(**options: Any) -> Steps:
     Example:
         >>> state = PowerSGDState(None, steps=compile_steps())  # doctest: +SKIP
     """
-    compiled = _Compiled(options)
     try:
-        compiled.try_out()
+        return _compile(options)
     except Exception as error:  # whatever a missing or broken compiler raises
         warnings.warn(
             f"compile_steps returns the eager steps, because torch.compile failed: {error}",
             stacklevel=2,
         )
         return EAGER
+
+
+def find_steps() -> Steps:
+    """Return the compiled steps if this machine can compile, else `powersgd.EAGER`."""
+    try:
+        return _compile({})
+    except Exception as error:  # whatever a missing or broken compiler raises
+        logger.info("The steps are not compiled, because torch.compile failed: %s", error)
+        return EAGER
+
+
+def _compile(options: dict[str, Any]) -> Steps:
+    compiled = _Compiled(options)
+    compiled.try_out()
     return EAGER._replace(
         compress_=compiled.compress_, project=compiled.project, decompress_=compiled.decompress_
     )

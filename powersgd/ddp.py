@@ -6,7 +6,8 @@
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
-from powersgd.arrival import Arrival, find_group
+from powersgd.arrival import Arrival
+from powersgd.collectives import Collectives, ProcessGroupCollectives, find_collectives
+from powersgd.names import named_parameters
 from powersgd.owner import find_new_ddp
 from powersgd.reduction import finish_step, reduce_bucket
 from powersgd.state import PowerSGDState
@@ -184,8 +187,8 @@ def _describe(
     return Arrival(
         bucket.buffer(),
         parameters,
-        ddp,
-        find_group(state.process_group) if ddp is None else ddp.process_group,
+        None if ddp is None else partial(named_parameters, ddp),
+        _find_collectives(state.process_group, ddp),
         # A backward that was aborted may have left its last bucket's number.
         is_first=is_new or (state.last_index == math.inf if is_unnumbered else is_first),
         is_last=bucket.is_last() or is_complete,
@@ -193,6 +196,13 @@ def _describe(
         is_square=is_square,
         may_be_unused=ddp is None or is_static or ddp.find_unused_parameters,
     )
+
+
+def _find_collectives(process_group: Any, ddp: DistributedDataParallel | None) -> Collectives:
+    # DDP's own, so that a state that was given another group is an error and not a hang.
+    if ddp is None or isinstance(process_group, Collectives):
+        return find_collectives(process_group)
+    return ProcessGroupCollectives(ddp.process_group)
 
 
 def _trainable(ddp: DistributedDataParallel | None) -> list[torch.Tensor]:
@@ -240,8 +250,7 @@ def _refuse(state: object, bucket: dist.GradBucket) -> NoReturn:  # type: ignore
         raise _wrong_type(state)
 
     ddp = find_new_ddp(state, bucket.parameters()[0], ())
-    group = find_group(None if ddp is None else ddp.process_group)
-    require_agreement(complain, group, bucket.buffer().device)
+    require_agreement(complain, _find_collectives(None, ddp), bucket.buffer().device)
     raise AssertionError  # require_agreement has raised
 
 

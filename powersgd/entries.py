@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from powersgd.arguments import show
-from powersgd.layout import ParameterSpec, matrix_shape
+from powersgd.layout import ParameterSpec, local, matrix_shape
 from powersgd.memory import Carried
 from powersgd.settings import LARGEST_SCALE, SMALLEST_SCALE
 
@@ -138,7 +138,7 @@ def _expected_shape(
     part: str, entry: Mapping[str, Any], parameter: Tensor, rank: int
 ) -> tuple[int, ...]:
     if part == "residual":
-        return tuple(parameter.shape)
+        return tuple(local(parameter).shape)
     shape = matrix_shape(ParameterSpec.of(parameter))
     if entry["is_square"] or shape is None:  # of a whole bucket: DDP decides how wide it is
         columns = entry[part].shape[-1:] or (0,)

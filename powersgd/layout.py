@@ -16,13 +16,28 @@ class ParameterSpec(NamedTuple):
 
     @classmethod
     def of(cls, parameter: Tensor) -> "ParameterSpec":
-        """Read the spec off a parameter, of any dtype and layout in memory."""
+        """Read the spec off a parameter, of any dtype and layout in memory; of its local part."""
+        parameter = local(parameter)
         return cls(tuple(parameter.shape), tuple(parameter.stride()), parameter.is_complex())
 
     @property
     def numel(self) -> int:
         """Number of real elements."""
         return math.prod(self.shape) * (2 if self.is_complex else 1)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is sharded over ranks.
+
+    Args:
+        tensor: Any; sharded if it is a ``DTensor``, as FSDP2 makes them.
+
+    Returns:
+        Its part, sharing memory with it; the tensor itself if it is not sharded.
+    """
+    # Asked this way, DTensor need not be imported for those who do not use it.
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def matrix_shape(spec: ParameterSpec) -> tuple[int, int] | None:

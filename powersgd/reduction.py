@@ -17,11 +17,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from powersgd.arrival import Arrival, Flag, find_group, meet
-from powersgd.collectives import explained, start_mean_, wait
+from powersgd.arrival import Arrival, Flag, meet
+from powersgd.collectives import (
+    Collectives,
+    Work,
+    average_,
+    find_collectives,
+    new_future,
+    start_mean_,
+    wait,
+)
 from powersgd.compression import Compression, compress, decompress_if_, project
 from powersgd.ranges import named_range
 from powersgd.state import PowerSGDState
@@ -36,7 +43,7 @@ class _InFlight:
     future: Future
     buffer: Tensor  # what the front end gets back
     message: Tensor  # what the running collective sums up
-    work: dist.Work | None
+    work: Work | None
     compression: Compression | None = None  # None: plain averaging
 
 
@@ -60,11 +67,14 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
     with _plain_mode(buffer.device):
         with named_range("plan", index):
             bucket = meet(state, arrival)
-        group = find_group(state.agreed_group)
+        collectives = find_collectives(state.agreed_group)
         if state.is_warming_up():
             if arrival.is_first:
-                _start_flag(state, buffer.device, group)
-            return _average(buffer, group)
+                _start_flag(state, buffer.device, collectives)
+            # Each bucket on its own: in the first step under static_graph, DDP does not say which
+            # bucket is the last.
+            with named_range("all-reduce of the gradient"):
+                return average_(buffer, collectives)
         if arrival.is_first:
             state.in_flight.clear()  # a backward that was aborted may have left some
         compression, message = None, buffer
@@ -72,7 +82,7 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
             with named_range("P", index):
                 compression, message = compress(state, bucket, buffer, arrival.may_be_unused, index)
         with named_range("all-reduce of P", index):
-            future, work = _new_future(buffer.device), start_mean_(message, group)
+            future, work = new_future(buffer.device), start_mean_(message, collectives)
         state.in_flight.append(_InFlight(future, buffer, message, work, compression))
         if arrival.is_last:
             finish_step(state)
@@ -86,32 +96,10 @@ def _plain_mode(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _start_flag(state: PowerSGDState, device: torch.device, group: dist.ProcessGroup) -> None:
+def _start_flag(state: PowerSGDState, device: torch.device, collectives: Collectives) -> None:
     # In plain averaging there is no message of ours that could take it along.
     flag = torch.full((1,), float(state.has_changed()), device=device)
-    state.change = Flag(flag, start_mean_(flag, group))
-
-
-def _new_future(device: torch.device) -> Future:
-    return torch.futures.Future(devices=None if device.type == "cpu" else [device])
-
-
-def _average(buffer: Tensor, group: dist.ProcessGroup) -> Future:
-    # Before compression starts each bucket is done on its own: in the first step under
-    # static_graph, DDP does not say which bucket is the last.
-    with named_range("all-reduce of the gradient"):
-        work = start_mean_(buffer, group)
-    if work is None:
-        future = _new_future(buffer.device)
-        future.set_result(buffer)
-        return future
-    averaged: Future = work.get_future().then(_first)
-    return averaged
-
-
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    with explained():
-        return future.value()[0]
+    state.change = Flag(flag, start_mean_(flag, collectives))
 
 
 def finish_step(state: PowerSGDState) -> None:
@@ -139,13 +127,13 @@ def _finish_compressed(
     step: Sequence[_InFlight],
     compressed: Sequence[tuple[_InFlight, Compression]],
 ) -> None:
-    group = find_group(state.agreed_group)
+    collectives = find_collectives(state.agreed_group)
     finite = _is_finite(step)
     state.change = Flag(compressed[-1][0].message[-1:].clone())
     for in_flight, compression in compressed:
-        in_flight.message = project(state, compression, in_flight.message, group.size())
+        in_flight.message = project(state, compression, in_flight.message, collectives.size())
         with named_range("all-reduce of Q", compression.index):
-            in_flight.work = start_mean_(in_flight.message, group)
+            in_flight.work = start_mean_(in_flight.message, collectives)
     _wait(step, "Q")
     finite = finite & _is_finite(step)
     for in_flight, compression in compressed:

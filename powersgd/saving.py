@@ -14,6 +14,8 @@ from powersgd.settings import Settings
 
 logger = logging.getLogger("powersgd.state")
 
+Model = nn.Module | Mapping[str, Tensor]
+
 FORMAT = "powersgd.PowerSGDState 1"
 SHARED = -1  # in the place of a rank: the residuals are means over ranks, which fit any of them
 COUNTERS = (
@@ -33,7 +35,7 @@ _FOREIGN = (
 class Saved:
     """What `powersgd.PowerSGDState` does to outlive its process."""
 
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def state_dict(self, module: Model) -> dict[str, Any]:
         """Return all that this rank needs to go on exactly from here.
 
         The residuals are this rank's own: save one file per rank, or use
@@ -41,7 +43,8 @@ class Saved:
         Settings that were set but are not in force yet are not in it.
 
         Args:
-            module: The model that this state serves, or a DDP or compiled module around it.
+            module: The model that this state serves, or a DDP or compiled module around it; of
+                `powersgd.average_gradients` with gradients by name, parameters by name.
 
         Returns:
             Numbers, strings and copies of tensors in nested dicts, keyed by parameter name, which
@@ -57,10 +60,10 @@ class Saved:
             >>> powersgd.PowerSGDState(None).state_dict(module)["iter"]
             0
         """
-        names = named_parameters(module)
+        names = find_names(self, module)
         return _pack(_claimed(self, names), names)
 
-    def load_state_dict(self, saved: Mapping[str, Any], module: nn.Module) -> None:
+    def load_state_dict(self, saved: Mapping[str, Any], module: Model) -> None:
         """Go on exactly from where `state_dict` was called; on all ranks before the same step.
 
         The settings stay as they were given to the constructor.
@@ -68,7 +71,7 @@ class Saved:
         Args:
             saved: What `state_dict` returned on this rank of a group of this size, or what
                 `powersgd.shared_state_dict` returned anywhere. Not changed, and not kept.
-            module: The model, or a DDP or compiled module around it.
+            module: The model, or a DDP or compiled module around it, or its parameters by name.
 
         Raises:
             RuntimeError: If a compiled backward already holds the state's memory.
@@ -96,6 +99,22 @@ class Saved:
             ValueError: If it was made by another class, such as torch's `PowerSGDState`.
         """
         _thaw(self, saved)
+
+
+def find_names(state: Any, model: Model) -> Mapping[str, Tensor]:
+    """Return the parameters by name under which a state keeps what they carry over.
+
+    Args:
+        state: The state.
+        model: The model, or a module around it, or parameters or gradients by name.
+
+    Returns:
+        The parameters, or their stand-ins.
+
+    Raises:
+        ValueError: If it is no module.
+    """
+    return state.stand_ins.find(model) if isinstance(model, Mapping) else named_parameters(model)
 
 
 def require_fit(state: Any, names: Mapping[str, Tensor] | None) -> None:
@@ -167,10 +186,10 @@ def _pack(state: Any, names: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _load(state: Any, saved: Mapping[str, Any], module: nn.Module) -> None:
+def _load(state: Any, saved: Mapping[str, Any], module: Model) -> None:
     if state.traced is not None:
         raise RuntimeError("load_state_dict must come before the first compiled backward pass")
-    names = named_parameters(module)
+    names = find_names(state, module)
     problems = _find_problems(saved, names, state.settings())
     if problems:
         raise ValueError(f"cannot load this PowerSGDState: {'; '.join(problems)}")

@@ -4,18 +4,17 @@ import io
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from powersgd.agreement import require_agreement
-from powersgd.arrival import find_group, require_home
-from powersgd.collectives import start_mean_, wait
-from powersgd.names import named_parameters
-from powersgd.saving import SHARED
+from powersgd.arrival import require_home
+from powersgd.collectives import Collectives, find_collectives, start_mean_, wait
+from powersgd.layout import local
+from powersgd.saving import SHARED, Model, find_names
 from powersgd.state import PowerSGDState
 
 
-def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]:
+def shared_state_dict(state: PowerSGDState, module: Model) -> dict[str, Any]:
     """Return what any rank of any group can go on from: the residuals are the mean over ranks.
 
     If every rank starts with the mean residual, the next update is the same (to rounding) as with
@@ -24,7 +23,8 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
 
     Args:
         state: The state.
-        module: The model that it serves, or a DDP or compiled module around it.
+        module: The model that it serves, or a DDP or compiled module around it, or its parameters
+            by name; see `PowerSGDState.state_dict`.
 
     Returns:
         See `PowerSGDState.state_dict`; equal on all ranks.
@@ -39,16 +39,16 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
         >>> if dist.get_rank() == 0:  # doctest: +SKIP
         ...     torch.save(saved, "powersgd.pt")
     """
-    group = find_group(state.process_group)
+    collectives = find_collectives(state.process_group)
     saved: dict[str, Any] = {}
+    names = find_names(state, module)
 
     def collect() -> dict[str, Any]:
-        require_home(state, group)
+        require_home(state, collectives)
         saved.update(state.state_dict(module))
-        names = named_parameters(module)
         for name, entry in saved["parameters"].items():
             if entry["is_owed"] and "residual" not in entry:  # this rank owes nothing any more
-                entry["residual"] = torch.zeros_like(names[name])
+                entry["residual"] = torch.zeros_like(local(names[name]))
                 entry["tensors"] = f"residual {entry['tensors']}".strip()
         saved["rank"] = SHARED
         numbers = {k: v for k, v in saved.items() if isinstance(v, int | str)}
@@ -64,20 +64,20 @@ def shared_state_dict(state: PowerSGDState, module: nn.Module) -> dict[str, Any]
             "the saved parameters": entries,
         }
 
-    device = next(module.parameters()).device
-    require_agreement(collect, group, device)
-    for name, parameter in named_parameters(module).items():
+    device = next(iter(names.values())).device
+    require_agreement(collect, collectives, device)
+    for name, parameter in names.items():
         entry = saved["parameters"][name]
         if "residual" in entry:
-            entry["residual"] = _mean(entry["residual"], group).to(parameter.dtype)
+            entry["residual"] = _mean(entry["residual"], collectives).to(parameter.dtype)
     return saved
 
 
-def _mean(residual: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _mean(residual: Tensor, collectives: Collectives) -> Tensor:
     # In single precision at least: these are small numbers, to be divided further.
     wide = torch.promote_types(residual.dtype, torch.float32)
     total = residual.to(wide).contiguous()
-    wait(start_mean_(torch.view_as_real(total) if total.is_complex() else total, group))
+    wait(start_mean_(torch.view_as_real(total) if total.is_complex() else total, collectives))
     return total
 
 
@@ -91,7 +91,8 @@ class Checkpoint:
 
     Args:
         state: The state.
-        module: The model that it serves, or a DDP or compiled module around it.
+        module: The model that it serves, or a DDP or compiled module around it, or its parameters
+            by name; see `PowerSGDState.state_dict`.
         shared: Save `shared_state_dict`; when loading, expect it.
 
     References:
@@ -102,7 +103,7 @@ class Checkpoint:
         >>> dcp.save(everything, checkpoint_id="step_1000")  # doctest: +SKIP
     """
 
-    def __init__(self, state: PowerSGDState, module: nn.Module, *, shared: bool = False) -> None:
+    def __init__(self, state: PowerSGDState, module: Model, *, shared: bool = False) -> None:
         self._state, self._module, self._shared = state, module, shared
 
     def state_dict(self) -> dict[str, bytes]:
@@ -142,6 +143,6 @@ class Checkpoint:
 
     def _key(self) -> str:
         # Ranks of the world, because several models may be trained by a group each.
-        group = find_group(self._state.process_group)
-        first = dist.get_global_rank(group, 0)
-        return f"shared{first}" if self._shared else f"rank{dist.get_rank()}"
+        collectives = find_collectives(self._state.process_group)
+        first = collectives.members()[0]
+        return f"shared{first}" if self._shared else f"rank{collectives.rank()}"

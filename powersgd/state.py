@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from powersgd.layout import local
 from powersgd.memory import BucketState, Carried
+from powersgd.names import StandIns
 from powersgd.phases import EAGER, Steps
 from powersgd.plan import Plan
 from powersgd.positions import Positions
@@ -105,6 +107,7 @@ class PowerSGDState(Saved):
             )
         self._steps = steps
         self.owner: Any = None  # the front end's: whose state it is
+        self.stand_ins = StandIns()
         self.handle = next(_handles)
         STATES[self.handle] = self
         self.reset()
@@ -268,7 +271,7 @@ class PowerSGDState(Saved):
         if bucket is None or bucket.key != key or len(bucket.parameters) != len(parameters):
             return None
         pairs = zip(bucket.parameters, bucket.specs, parameters, strict=True)
-        same = all(a is b and b.stride() == spec.stride for a, spec, b in pairs)
+        same = all(a is b and local(b).stride() == spec.stride for a, spec, b in pairs)
         return bucket if same else None
 
     def carried(self, parameter: Tensor) -> Carried:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch._guards import TracingContext
@@ -24,13 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from powersgd.agreement import require_agreement
 from powersgd.allocation import add_bucket, allocate
-from powersgd.arrival import (
-    common_facts,
-    find_group,
-    find_home,
-    require_home,
-    require_same_group,
-)
+from powersgd.arrival import common_facts, find_home, require_home, require_same_group
+from powersgd.collectives import Collectives, ProcessGroupCollectives, start_mean_
 from powersgd.layout import ParameterSpec, memory_order
 from powersgd.memory import BucketState
 from powersgd.names import named_parameters
@@ -42,14 +36,22 @@ from powersgd.state import STATES, PowerSGDState
 from powersgd.steps import compute_p, compute_q, reconstruct, replace_zero_rows, residual
 
 
+class FunctionalCollectives(ProcessGroupCollectives):
+    """The collectives that the compiler can see, and so order and merge."""
+
+    def start_mean_(self, tensor: Tensor) -> None:  # type: ignore[override]
+        """All-reduce; the compiler puts the wait where the result is needed."""
+        share = tensor * (1.0 / self.size())  # divide first, as everywhere
+        tensor.copy_(functional.all_reduce(share, "sum", self.group))
+
+
 @dataclass(eq=False)
 class TracedState:
     """What the graphs need of a state.
 
     Attributes:
         state: The state.
-        process_group: Its process group.
-        world_size: Ranks of the group.
+        collectives: Over which it averages.
         epsilon: Added to the norms of Q in orthogonalization.
         buckets: For each parameter a bucket of its own, and the order of its dimensions in memory.
         is_compressing: Whether the next step compresses; the one fact that graphs are guarded by.
@@ -60,8 +62,7 @@ class TracedState:
     """
 
     state: PowerSGDState
-    process_group: dist.ProcessGroup
-    world_size: int
+    collectives: Collectives
     epsilon: float
     buckets: dict[Tensor, tuple[BucketState, tuple[int, ...]]]
     is_compressing: bool
@@ -125,7 +126,10 @@ def _is_first_of_trace(handle: int) -> bool:
 def _prepare(
     state: PowerSGDState, ddps: Sequence[DistributedDataParallel], parameters: Sequence[Tensor]
 ) -> None:
-    process_group, names = ddps[-1].process_group, named_parameters(ddps[-1])
+    collectives = state.process_group
+    if not isinstance(collectives, Collectives):
+        collectives = FunctionalCollectives(ddps[-1].process_group)
+    names = named_parameters(ddps[-1])
     specs = [ParameterSpec.of(parameter) for parameter in parameters]
     settings = state.settings() if state.traced is None else state.in_force
 
@@ -135,8 +139,8 @@ def _prepare(
                 f"one PowerSGDState serves one model: it is registered with {len(ddps)} DDP "
                 "models; make a new PowerSGDState for each"
             )
-        require_same_group(state, process_group)
-        require_home(state, process_group)
+        require_same_group(state, collectives)
+        require_home(state, collectives)
         state.positions.require_same_model(parameters, set(names.values()), is_new=False)
         require_fit(state, names)
         if not settings.warm_start:
@@ -147,17 +151,15 @@ def _prepare(
         }
 
     device = parameters[0].device
-    require_agreement(collect, process_group, device)
+    require_agreement(collect, collectives, device)
     meet_model(state, names)
     for kind in dict.fromkeys(str(parameter.dtype) for parameter in parameters):
         state.positions.register([p for p in parameters if str(p.dtype) == kind], kind)
     if state.traced is None:
-        group = find_group(state.process_group)
-        state.adopt(settings, find_home(group))
+        state.adopt(settings, find_home(collectives))
         state.traced = TracedState(
             state,
-            group,
-            group.size(),
+            collectives,
             state.in_force.orthogonalization_epsilon,
             {},
             not state.is_warming_up(),
@@ -220,9 +222,8 @@ def reduce_parameter(state: PowerSGDState, gradient: Tensor, parameter: Tensor) 
 
 
 def _mean(tensor: Tensor, traced: TracedState) -> Tensor:
-    # Divide first, as everywhere.
-    share = tensor * (1.0 / traced.world_size)
-    mean: Tensor = functional.all_reduce(share, "sum", traced.process_group)
+    mean = tensor.clone()
+    start_mean_(mean, traced.collectives)  # the compiler waits
     return mean
 
 
@@ -235,7 +236,7 @@ def _compress(traced: TracedState, bucket: BucketState, matrix: Tensor) -> Tenso
     old = None if bucket.residual is None else shape.residual_block(bucket.residual)
     merged = matrix if old is None else matrix + old * (traced.loss_scale / bucket.scale)
     p_mean = _mean(compute_p(merged, q), traced)
-    p = orthogonalize(p_mean, traced.epsilon / traced.world_size)
+    p = orthogonalize(p_mean, traced.epsilon / traced.collectives.size())
     q_local = compute_q(merged, p)
     q_mean = _mean(q_local, traced)
     finite = p_mean.isfinite().all() & q_mean.isfinite().all()

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import powersgd
 from powersgd import reduction
+from powersgd.collectives import ProcessGroupCollectives
 
 from .ranks import run_ranks
 from .tolerances import assert_close
@@ -80,18 +81,18 @@ def _kill(*args: Any) -> NoReturn:
 
 @contextmanager
 def _killed(where: str, job: _Job) -> Iterator[None]:
-    start, sent = reduction.start_mean_, []
+    start, sent = ProcessGroupCollectives.start_mean_, []
 
-    def start_and_die(message: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    def start_and_die(collectives: ProcessGroupCollectives, message: Tensor) -> dist.Work:
         sent.append(message)
-        work = start(message, group)
+        work = start(collectives, message)
         n = len(_buckets(job))
         if len(sent) == {"P": n, "Q": n + 1, "warm-up": 2}.get(where):
             _kill()
         return work
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "start_mean_", start_and_die)
+        patch.setattr(ProcessGroupCollectives, "start_mean_", start_and_die)
         if where == "between":
             patch.setattr(reduction, "project", _kill)
         if where == "backward":  # P of the layers before it is on its way
