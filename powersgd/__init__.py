@@ -1,5 +1,8 @@
 """PowerSGD gradient compression for PyTorch, as pure steps under a small state."""
 
+import importlib
+from typing import Any
+
 from powersgd.compilation import compile_steps
 from powersgd.ddp import batched_powerSGD_hook, powerSGD_hook
 from powersgd.loading import load_steps
@@ -31,3 +34,12 @@ __all__ = [
     "residual",
     "shared_state_dict",
 ]
+
+_FRONT_ENDS = ("fsdp",)
+
+
+def __getattr__(name: str) -> Any:
+    # Only for those who use them: each imports what takes a second or is not installed.
+    if name in _FRONT_ENDS:
+        return importlib.import_module(f"powersgd.{name}")
+    raise AttributeError(f"module 'powersgd' has no attribute {name!r}")

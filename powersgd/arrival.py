@@ -35,6 +35,7 @@ class Arrival:
         parameters: The parameters in the order of the buffer, in which they lie without gaps.
         find_names: Returns the model's parameters by name; None if the model is not known.
         collectives: Over which the front end averages; the state's must have the same members.
+        index: Its place in the step, by which a profiler's ranges name it.
         is_first: Whether this is the step's first bucket.
         is_last: Whether this is the step's last bucket.
         is_new: Whether it is the first bucket of a model, or model wrapper, that is new to the
@@ -48,6 +49,7 @@ class Arrival:
     parameters: Sequence[Tensor]
     find_names: Callable[[], Mapping[str, Tensor]] | None
     collectives: Collectives
+    index: int
     is_first: bool
     is_last: bool
     is_new: bool

@@ -189,6 +189,7 @@ def _describe(
         parameters,
         None if ddp is None else partial(named_parameters, ddp),
         _find_collectives(state.process_group, ddp),
+        bucket.index(),
         # A backward that was aborted may have left its last bucket's number.
         is_first=is_new or (state.last_index == math.inf if is_unnumbered else is_first),
         is_last=bucket.is_last() or is_complete,

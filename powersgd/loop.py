@@ -124,6 +124,7 @@ def _average(
             [member.parameter for member in bucket],
             find_names,
             collectives,
+            n,
             is_first=n == 0,
             is_last=n == len(buckets) - 1,
             is_new=False,

@@ -62,8 +62,7 @@ def reduce_bucket(state: PowerSGDState, arrival: Arrival) -> Future:
         RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).
         ValueError: See `powersgd.arrival.meet`.
     """
-    buffer = arrival.buffer
-    index = 0 if arrival.is_first else len(state.in_flight)
+    buffer, index = arrival.buffer, arrival.index
     with _plain_mode(buffer.device):
         with named_range("plan", index):
             bucket = meet(state, arrival)
