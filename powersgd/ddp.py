@@ -5,6 +5,7 @@
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -60,7 +61,7 @@ def powerSGD_hook(  # noqa: N802 (torch's name)
         >>> state = PowerSGDState(process_group=None, start_powerSGD_iter=10)
         >>> ddp_model.register_comm_hook(state, powerSGD_hook)  # doctest: +SKIP
     """
-    return _run(state, bucket, is_square=False)
+    return run_hook(state, bucket)
 
 
 def batched_powerSGD_hook(  # noqa: N802 (torch's name)
@@ -89,7 +90,7 @@ def batched_powerSGD_hook(  # noqa: N802 (torch's name)
         >>> state = PowerSGDState(process_group=None, start_powerSGD_iter=10)
         >>> ddp_model.register_comm_hook(state, batched_powerSGD_hook)  # doctest: +SKIP
     """
-    return _run(state, bucket, is_square=True)
+    return run_hook(state, bucket, is_square=True)
 
 
 @dataclass
@@ -119,11 +120,28 @@ class _Owner:
         return self.ddp is not None and self.ddp() is None
 
 
-def _run(
+def run_hook(
     state: PowerSGDState,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
-    is_square: bool,
+    *,
+    is_square: bool = False,
+    reduce: Callable[[PowerSGDState, Arrival], torch.futures.Future[torch.Tensor]] = reduce_bucket,
 ) -> torch.futures.Future[torch.Tensor]:
+    """Hand in a bucket of DDP's: what all hooks have in common.
+
+    Args:
+        state: Settings and memory.
+        bucket: The bucket that is ready.
+        is_square: View the whole bucket as one square matrix.
+        reduce: Averages the bucket.
+
+    Returns:
+        See `powerSGD_hook`.
+
+    Raises:
+        RuntimeError: See `powerSGD_hook`.
+        TypeError: See `powerSGD_hook`.
+    """
     if isinstance(bucket, tuple):  # from DDP's python_reducer, which ignores what is returned
         if not isinstance(state, PowerSGDState):
             raise _wrong_type(state)
@@ -140,7 +158,7 @@ def _run(
     arrival = _describe(state, bucket, ddp, is_new=is_new, is_square=is_square)
     if arrival.is_first and ddp is not None and ddp.skip_all_reduce_unused_params:
         _end_with_backward(state)
-    future = reduce_bucket(state, arrival)
+    future = reduce(state, arrival)
     _remember(state, bucket, ddp, is_first=arrival.is_first)
     if arrival.is_last:
         _close(state)
