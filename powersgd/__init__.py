@@ -35,7 +35,7 @@ __all__ = [
     "shared_state_dict",
 ]
 
-_FRONT_ENDS = ("accelerate", "fsdp", "lightning", "torchft")
+_FRONT_ENDS = ("fsdp", "lightning", "torchft")
 
 
 def __getattr__(name: str) -> Any:

@@ -184,7 +184,7 @@ def make_table(rows: Sequence[Row]) -> Table:
         "sent: by one rank in a step",
     )
     lines = next(iter(curves.values()))
-    table.add_column("")
+    table.add_column("", min_width=10)
     for row in lines:
         table.add_column(format_rate(row.rate_bits_per_s).replace(" ", "\n"), justify="right")
     table.add_column("sent\nMB", justify="right")
@@ -212,7 +212,7 @@ def make_break_even_table(rows: Sequence[Row]) -> Table:
     """
     found = find_break_even(rows)
     table = Table(title="PowerSGD makes a step shorter")
-    table.add_column("")
+    table.add_column("", min_width=10)
     for name in next(iter(found.values()), {}):
         table.add_column(f"than {name}")
     for name, sentences in found.items():

@@ -31,7 +31,7 @@ LAYERS = (
     ("reduction",),
     ("traced", "sharing"),
     ("ddp", "loop", "fsdp"),
-    ("registration",),
+    ("registration", "torchft", "lightning"),
     ("__init__",),
 )
 APPLICATION = (
@@ -39,7 +39,7 @@ APPLICATION = (
     *("demo", "report", "cli", "__main__"),
 )
 MAY_IMPORT_DISTRIBUTED = {
-    *("collectives", "traced", "ddp", "fsdp", "fsdp_internals", "demo", "calibration"),
+    *("collectives", "traced", "ddp", "fsdp", "fsdp_internals", "torchft", "demo", "calibration"),
 }
 
 
