@@ -1,8 +1,10 @@
 """The phases through torch.compile."""
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from powersgd import fused
 from powersgd.phases import EAGER, Steps
 
 logger = logging.getLogger(__name__)
+_numbers = itertools.count()
 
 # Where one compiled pass pays on CPU: the call is dear, and unrolled sums of a large rank are slow.
 _LEAST_NUMEL = 1 << 18
@@ -21,11 +24,12 @@ _LARGEST_RANK = 8  # above, `fused.decompress_` is two products: no pass is save
 class _PerShape:
     """A function that is compiled once for each set of shapes, strides, dtypes and devices.
 
-    A single ``torch.compile`` of it would run into the limit of recompiles, and dynamic shapes make
-    kernels that are much slower on CPU.
+    Dynamic shapes make kernels that are much slower on CPU. And the compiler counts what it has
+    made of one function, over all models of a process, and fails at a limit: each form is made of a
+    copy.
     """
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(self, function: Any, options: dict[str, Any]) -> None:
         self._function = function
         self._options = {"dynamic": False, "fullgraph": True} | options
         self._forms: dict[tuple[Any, ...], Callable[..., Any]] = {}
@@ -35,11 +39,14 @@ class _PerShape:
             None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors
         )
         if key not in self._forms:
-            # The stub of torch.compile lags behind.
-            self._forms[key] = torch.compile(  # type: ignore[call-overload]
-                self._function, isolate_recompiles=True, **self._options
-            )
+            self._forms[key] = torch.compile(self._copy(), **self._options)
         return self._forms[key](*tensors)
+
+    def _copy(self) -> FunctionType:
+        # Code objects are equal if their parts are: the name makes the difference.
+        function, name = self._function, f"{self._function.__name__}_{next(_numbers)}"
+        code = function.__code__.replace(co_name=name)
+        return FunctionType(code, function.__globals__, name, function.__defaults__)
 
 
 class _Compiled:

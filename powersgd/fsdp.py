@@ -30,7 +30,8 @@ def register(model: nn.Module, state: PowerSGDState, replicate_group: dist.Proce
     NaN makes the step a bad one for its group alone. A parameter that was not used takes part with
     zeros.
 
-    The replicas must start from the same parameters: nothing is broadcast here.
+    The replicas must start from the same parameters: nothing is broadcast here. Activation
+    checkpointing must not be reentrant, or a step counts as several.
 
     Args:
         model: The model, after ``fully_shard`` with a mesh of one dimension, the shards.

@@ -63,7 +63,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     A replica that heals gets the others' Q and their mean residual, by one all-reduce of that size
     at the start of the first step in which it takes part. Steps that are not committed leave no
-    trace in the state, which needs a second buffer of the size of its residuals for this.
+    trace in the state, which needs a second buffer of the size of its residuals for this; before
+    you save the state yourself, call ``model.replica.settle()``.
 
     Args:
         manager: The manager; the state gets its all-reduce in place of a process group.
@@ -152,12 +153,14 @@ class Replica:
         manager.wait_quorum()
         self.settle()
         self._step, self._took_part = manager.current_step(), manager.is_participating()
+        # One that heals, or a spare, leaves gradients in its residual that it does not bring.
+        self._is_new = self._is_new or not self._took_part
         self._undo = _Undo(state)
         count = 0 if self._is_new else state.iter
         header = torch.tensor([self._is_new, count], dtype=torch.float64, device=device)
         wait(start_mean_(header, find_collectives(state.process_group)))
         self._new_share, count = header.tolist()
-        if self._new_share < 1 and (self._is_new or not self._took_part):
+        if self._new_share < 1 and self._is_new:
             self._set_iter(round(count / (1 - self._new_share)))
 
     def _set_iter(self, count: int) -> None:

@@ -68,6 +68,17 @@ def test_all_ranks_must_compile_or_none() -> None:
     assert len(set(run_ranks(_mix, 2))) == 1
 
 
+@torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2)
+def test_no_number_of_shapes_meets_the_compilers_limits() -> None:
+    """All models of a process count together: benchmarks and sweeps have met 256 forms."""
+    for _ in range(2):
+        steps = powersgd.compile_steps(backend="eager")
+        for n in range(N, N + 4):
+            matrix, p, q = torch.randn(1, n, M), torch.randn(1, 1, n), torch.randn(1, 1, M)
+            steps.decompress_(matrix, None, p, q, q)
+            assert_close(matrix, p.mT @ q)
+
+
 def test_without_a_compiler_it_warns_and_returns_the_eager_steps() -> None:
     broken = {"cpp.cxx": (None, "no-such-compiler"), "fx_graph_cache": False}
     with (
