@@ -47,7 +47,7 @@ def average_gradients(
 
     Raises:
         RuntimeError: If there is no process group, or a collective fails (a rank died, a timeout).
-        TypeError: If ``state`` is not a `powersgd.PowerSGDState`.
+        TypeError: If ``state`` is not a `powersgd.PowerSGDState`, or ``gradients`` none of these.
         ValueError: If no parameter is to be trained. On all ranks, if the state serves another
             model, holds another rank's residuals or is a copy that does not fit, or if ranks differ
             in settings or models.
@@ -63,6 +63,7 @@ def average_gradients(
     if not isinstance(state, PowerSGDState):
         raise TypeError(f"state must be a powersgd.PowerSGDState, got {type(state)!r}")
     if isinstance(gradients, Mapping):
+        _listed(gradients.values())
         stand_ins = state.stand_ins.find(gradients)
         members = [_Member(stand_ins[name], g) for name, g in gradients.items()]
         return dict(zip(stand_ins, _average(members, lambda: stand_ins, state), strict=True))
@@ -70,12 +71,24 @@ def average_gradients(
     if isinstance(gradients, nn.Module):
         find_names = partial(named_parameters, gradients)
         gradients = gradients.parameters()
-    parameters = [parameter for parameter in gradients if parameter.requires_grad]
+    parameters = [parameter for parameter in _listed(gradients) if parameter.requires_grad]
     members = [_Member(p, _as_before(p, state)) for p in parameters]
     averages = _average(members, find_names, state)
     for parameter, average in zip(parameters, averages, strict=True):
         _set_gradient(parameter, average)
     return None
+
+
+def _listed(gradients: Any) -> list[Tensor]:
+    is_many = isinstance(gradients, Iterable) and not isinstance(gradients, Tensor)
+    tensors = list(gradients) if is_many else [gradients]
+    strangers = [type(tensor) for tensor in tensors if not isinstance(tensor, Tensor)]
+    if strangers or not is_many:
+        kind = strangers[0] if strangers else Tensor
+        raise TypeError(
+            f"gradients must be a module, its parameters or tensors by name, got {kind!r}"
+        )
+    return tensors
 
 
 class _Member(NamedTuple):

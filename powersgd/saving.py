@@ -112,9 +112,11 @@ def find_names(state: Any, model: Model) -> Mapping[str, Tensor]:
         The parameters, or their stand-ins.
 
     Raises:
-        ValueError: If it is no module.
+        ValueError: If it is neither.
     """
-    return state.stand_ins.find(model) if isinstance(model, Mapping) else named_parameters(model)
+    if isinstance(model, Mapping) and all(isinstance(value, Tensor) for value in model.values()):
+        return state.stand_ins.find(model)
+    return named_parameters(model)
 
 
 def require_fit(state: Any, names: Mapping[str, Tensor] | None) -> None:

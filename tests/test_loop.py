@@ -235,3 +235,12 @@ def test_another_backend_is_an_object_of_a_few_lines() -> None:
         for one, other, first in zip(mine, theirs, by_threads[0], strict=True):
             assert torch.equal(one, first)
             assert_close(one, other, scale=1e6)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrong", [3, torch.ones(2, 2), {"a": {"b": torch.ones(2)}}, [{}], ["a"]])
+def test_what_holds_no_gradients_is_named(wrong: Any) -> None:
+    state = _state()
+    with pytest.raises(TypeError, match="gradients must be a module, its parameters or tensors"):
+        powersgd.average_gradients(wrong, state)
+    assert state.iter == 0
