@@ -114,9 +114,12 @@ def find_names(state: Any, model: Model) -> Mapping[str, Tensor]:
     Raises:
         ValueError: If it is neither.
     """
-    if isinstance(model, Mapping) and all(isinstance(value, Tensor) for value in model.values()):
-        return state.stand_ins.find(model)
-    return named_parameters(model)
+    if not isinstance(model, Mapping):
+        return named_parameters(model)
+    if not all(isinstance(tensor, Tensor) for tensor in model.values()):
+        raise ValueError(f"module is {show(model)}, but must be a torch.nn.Module or its parameters")
+    found: Mapping[str, Tensor] = state.stand_ins.find(model)
+    return found
 
 
 def require_fit(state: Any, names: Mapping[str, Tensor] | None) -> None:
