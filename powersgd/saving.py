@@ -117,7 +117,9 @@ def find_names(state: Any, model: Model) -> Mapping[str, Tensor]:
     if not isinstance(model, Mapping):
         return named_parameters(model)
     if not all(isinstance(tensor, Tensor) for tensor in model.values()):
-        raise ValueError(f"module is {show(model)}, but must be a torch.nn.Module or its parameters")
+        raise ValueError(
+            f"module is {show(model)}, but must be a torch.nn.Module or its parameters"
+        )
     found: Mapping[str, Tensor] = state.stand_ins.find(model)
     return found
 
