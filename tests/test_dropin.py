@@ -1,5 +1,10 @@
 """A DDP script written for torch's hook, with only the import line changed."""
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -56,3 +61,37 @@ def test_one_changed_import() -> None:
             assert buckets >= 3
             assert losses[-1] < 0.7 * losses[0]
             assert rate > 500
+
+
+_TRAINS_AND_LEAVES = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import powersgd
+
+def train():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    state = powersgd.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+    model.register_comm_hook(state, powersgd.powerSGD_hook)
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+
+def threads():
+    return [t for t in Path("/proc/self/task").iterdir() if "gloo" in (t / "comm").read_text()]
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+train()
+print(len(threads()))
+dist.destroy_process_group()
+print(len(threads()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
+def test_no_thread_of_gloo_outlives_its_group(tmp_path: Path) -> None:
+    """One that frees a tensor while Python ends aborts the process."""
+    command = [sys.executable, "-c", _TRAINS_AND_LEAVES, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    during, after = map(int, done.stdout.split())
+    assert during > 0
+    assert after == 0
