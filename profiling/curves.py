@@ -98,11 +98,11 @@ def draw_ablation(study: Study, path: Path) -> None:
     axes.set_xlim(-0.5, len(study.ranks) - 0.5)
     if _is_wide(study):
         _use_log_loss(axes)
-    if PLAIN in study.of_kind:
-        _draw_plain(axes, study)
+    labels = _draw_plain(axes, study) if PLAIN in study.of_kind else []
     for i, (variant, name) in enumerate(VARIANTS.items()):
-        _draw_variant(axes, study, variant, name, i)
-    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1, 1))
+        labels += _draw_variant(axes, study, variant, name, i)
+    figure.draw_without_rendering()  # lays it out, as the labels' places need
+    label_lines(axes, labels)
     save(figure, path)
 
 
@@ -112,16 +112,19 @@ def _is_wide(study: Study) -> bool:
     return bool(found) and max(found) > WIDE * min(found)
 
 
-def _draw_plain(axes: Axes, study: Study) -> None:
+def _draw_plain(axes: Axes, study: Study) -> list[Label]:
     plain = study.summarize(PLAIN)
     if plain.loss is None:
-        return
+        return []
     spread = plain.loss_spread or 0.0
-    axes.axhline(plain.loss, color=COLORS[0], linewidth=1, label="plain all-reduce")
+    axes.axhline(plain.loss, color=COLORS[0], linewidth=1)
     axes.axhspan(plain.loss - spread, plain.loss + spread, color=COLORS[0], alpha=0.1, linewidth=0)
+    return [(axes.get_xlim()[1], plain.loss, "plain all-reduce", COLORS[0])]
 
 
-def _draw_variant(axes: Axes, study: Study, variant: tuple[bool, bool], name: str, i: int) -> None:
+def _draw_variant(
+    axes: Axes, study: Study, variant: tuple[bool, bool], name: str, i: int
+) -> list[Label]:
     color = COLORS[i + 1]
     places, means, spreads = [], [], []
     for place, rank in enumerate(study.ranks):
@@ -137,4 +140,5 @@ def _draw_variant(axes: Axes, study: Study, variant: tuple[bool, bool], name: st
             places.append(x)
             means.append(summary.loss)
             spreads.append(summary.loss_spread or 0.0)
-    axes.errorbar(places, means, spreads, fmt="o", capsize=3, color=color, label=name)
+    axes.errorbar(places, means, spreads, fmt="o", capsize=3, color=color)
+    return [(axes.get_xlim()[1], mean, name, color) for mean in means[-1:]]
