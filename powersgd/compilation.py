@@ -19,6 +19,8 @@ _numbers = itertools.count()
 # Where one compiled pass pays on CPU: the call is dear, and unrolled sums of a large rank are slow.
 _LEAST_NUMEL = 1 << 18
 _LARGEST_RANK = 8  # above, `fused.decompress_` is two products: no pass is saved
+_LARGEST_RANK_OF_P = 4  # the same of `fused.compress_`
+_MOST_COLUMNS = 4096  # above, the rows of Q leave the cache between rows of the gradient
 
 
 class _PerShape:
@@ -49,6 +51,11 @@ class _PerShape:
         return FunctionType(code, function.__globals__, name, function.__defaults__)
 
 
+def _take(i: int, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """One matrix of a batch: torch.compile copies an argument with gaps before it changes it."""
+    return tuple(None if t is None else t[i : i + 1] for t in tensors)
+
+
 class _Compiled:
     """The compiled phases, and where they are used."""
 
@@ -62,10 +69,19 @@ class _Compiled:
         return _Compiled, (self._options,)
 
     def compress_(self, gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
-        # In blocks of products, this is faster on CPU than what Inductor generates.
-        form = EAGER.compress_ if gradient.is_cpu else self._compress_
-        p: Tensor = form(gradient, residual, q)
-        return p
+        is_slower = (
+            residual is None
+            or gradient.numel() < _LEAST_NUMEL
+            or q.size(1) > _LARGEST_RANK_OF_P
+            or q.size(2) > _MOST_COLUMNS
+        )
+        if gradient.is_cpu and is_slower:
+            return EAGER.compress_(gradient, residual, q)
+        tensors = (gradient, residual, q)
+        if gradient.is_contiguous():
+            p: Tensor = self._compress_(*tensors)
+            return p
+        return torch.cat([self._compress_(*_take(i, tensors)) for i in range(gradient.size(0))])
 
     def project(self, matrix: Tensor, p: Tensor) -> Tensor:
         form = EAGER.project if matrix.is_cpu else self._project
@@ -81,9 +97,9 @@ class _Compiled:
             EAGER.decompress_(*tensors)
         elif matrix.is_contiguous():
             self._decompress_(*tensors)
-        else:  # torch.compile copies an argument with gaps before it changes it
+        else:
             for i in range(matrix.size(0)):
-                self._decompress_(*(None if t is None else t[i : i + 1] for t in tensors))
+                self._decompress_(*_take(i, tensors))
 
     def try_out(self) -> None:
         shapes = ((2, 2), (2, 2), (1, 2), (1, 2), (1, 2))
@@ -94,10 +110,11 @@ class _Compiled:
 def compile_steps(**options: Any) -> Steps:
     """Return the steps through ``torch.compile``, for ``PowerSGDState(..., steps=...)``.
 
-    The end of a step, new residual and averaged gradient, becomes one pass over memory. On CPU the
-    products of P and Q stay as they are in `powersgd.EAGER`: its blocks are faster there than what
-    Inductor generates. Each shape is compiled once, when the state first meets it, which is before
-    compression starts if ``start_powerSGD_iter`` is at least 2.
+    The end of a step, new residual and averaged gradient, becomes one pass over memory, and so does
+    its start, old residual and P, up to rank 4. On CPU, Q and large factors stay as they are in
+    `powersgd.EAGER`: its blocks are faster there than what Inductor generates. Each shape is
+    compiled once, when the state first meets it, which is before compression starts if
+    ``start_powerSGD_iter`` is at least 2.
 
     Args:
         **options: For ``torch.compile``, such as ``backend``, ``mode`` or ``options``.

@@ -22,9 +22,21 @@ def compress_(gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
     Returns:
         P, shape ``(b, r, n)``.
     """
-    if residual is not None:
-        gradient.add_(residual)
-    return compute_p(gradient, q)
+    rank = q.size(1)
+    # As in `decompress_`, below. Without a residual there is only one pass anyway.
+    if torch.jit.is_scripting() or residual is None or rank > 4 or not gradient.is_cpu:  # type: ignore[attr-defined]
+        if residual is not None:
+            gradient.add_(residual)
+        return compute_p(gradient, q)
+    # On CPU, Inductor joins reductions only with loops of the same nesting, over a buffer: a
+    # condition on batch and rows that always holds keeps the loops apart, and `as_strided` makes
+    # the sum a buffer. Else each column of P is a pass of its own.
+    b, n, _ = gradient.shape
+    always = torch.arange(b).view(b, 1, 1) + torch.arange(n).view(1, n, 1) >= 0
+    total = torch.where(always, gradient + residual, 0.0)
+    total = total.as_strided(total.shape, total.stride())
+    gradient.copy_(torch.where(always, total, 0.0))
+    return torch.stack([(total * q[:, i].unsqueeze(-2)).sum(-1) for i in range(rank)], 1)
 
 
 def project(matrix: Tensor, p: Tensor) -> Tensor:

@@ -41,6 +41,22 @@ def test_compiled_phases_equal_the_eager_ones(
             assert_close(a, e)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_sum_of_gradient_and_residual_is_exact_also_of_bad_numbers(
+    dtype: torch.dtype,
+) -> None:
+    gradient, old = torch.randn(2, N, M).to(dtype), torch.randn(2, N, M).to(dtype)
+    gradient[0, 3, 5], old[1, 2, 2] = torch.inf, torch.nan
+    q = torch.randn(2, 2, M).to(dtype)
+    total = gradient + old
+    p = powersgd.compile_steps().compress_(gradient, old, q)
+    assert torch.equal(gradient.nan_to_num(-7), total.nan_to_num(-7))
+    is_bad = torch.zeros(2, 2, N, dtype=torch.bool)
+    is_bad[0, :, 3] = is_bad[1, :, 2] = True
+    assert torch.equal(p.isfinite(), ~is_bad)
+    assert_close(p[~is_bad], powersgd.compute_p(total, q)[~is_bad])
+
+
 def _train_twice(rank: int) -> list[list[Tensor]]:
     start = 3
     compiled = train_large(rank, powersgd.compile_steps(), start, strict_from=start)
