@@ -1,21 +1,19 @@
 """Time hooks side by side and count their memory: ``python -m profiling.benchmark``.
 
-One process, one gloo rank, one bucket: the only case in which torch's hook works, and one in which
-nothing but the compression itself is timed. The hooks run in alternation on the same bucket; the
-floor is 5 passes over the gradient, timed as 2.5 times a copy of it in the same run. With ``--hook
+One gloo rank, one bucket: the only case in which torch's hook works, and one in which nothing but
+the compression itself is timed. The hooks run in turn, each in a process of its own; the floor is 5
+passes over the gradient, timed as 2.5 times a copy of it in the same run. With ``--hook
 python_reducer``, which has no bucket, whole backward passes are timed too, see `profiling.passes`.
 ``--sweep size`` and ``--sweep tensors`` take square matrices in place of workloads.
 """
 
 import json
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -55,7 +53,7 @@ class Setting:
 
 
 def measure(setting: Setting, hooks: Sequence[Hook], repeats: int) -> Row:
-    """Measure hooks on one workload, in alternation, in a group of this process alone.
+    """Measure hooks on one workload, in turn.
 
     Args:
         setting: The workload, threads and rank.
@@ -65,27 +63,18 @@ def measure(setting: Setting, hooks: Sequence[Hook], repeats: int) -> Row:
     Returns:
         The row.
     """
-    torch.set_num_threads(setting.threads)
+    numbers = setting.rank, setting.threads, repeats
     with_bucket = [hook for hook in hooks if hook is not Hook.PYTHON_REDUCER]
     results: list[Result] = []
     skipped: list[str] = []
     if with_bucket:
-        results, skipped = measure_calls(setting.shapes, with_bucket, setting.rank, repeats)
+        results, skipped = measure_calls(setting.shapes, with_bucket, *numbers)
     if Hook.PYTHON_REDUCER in hooks:
-        more, also = measure_passes(setting.shapes, hooks, setting.rank, repeats)
+        more, also = measure_passes(setting.shapes, hooks, *numbers)
         results, skipped = results + more, skipped + also
     numel = sum(torch.Size(shape).numel() for shape in setting.shapes)
     tensors = len(setting.shapes)
     return Row(setting.name, numel, tensors, setting.threads, setting.rank, results, skipped)
-
-
-def _measure_all(settings: Sequence[Setting], hooks: Sequence[Hook], repeats: int) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as directory:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/s", rank=0, world_size=1)
-        try:
-            yield from (measure(setting, hooks, repeats) for setting in settings)
-        finally:
-            dist.destroy_process_group()
 
 
 def _save(rows: Sequence[Row], path: Path) -> None:
@@ -217,9 +206,8 @@ def main(
         for r in ranks
     ]
     console, rows = Console(), []
-    measured = _measure_all(settings, hooks, repeats)
-    for row in track(measured, "Measuring", len(settings), console=console, transient=True):
-        rows.append(row)
+    for setting in track(settings, "Measuring", console=console, transient=True):
+        rows.append(measure(setting, hooks, repeats))
         if save is not None:  # now: a long run may be stopped
             _save(rows, save)
     _report(console, rows, hooks)

@@ -1,9 +1,8 @@
-"""Time calls of hooks on one full bucket, in alternation, and count the memory they take."""
+"""Time calls of hooks on one full bucket, in turn, and count the memory they take."""
 
-import gc
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +13,14 @@ import powersgd
 from powersgd.calibration import make_bucket
 from profiling.allocations import measure_memory
 from profiling.hooks import START, Hook
-from profiling.results import Measured, Result, Timing, available_bytes
-
-WARM_UP = START + 1  # calls: allocations, caches, compilation
-FLOOR = 2.5  # copies of the gradient: 5 passes over it
+from profiling.results import Measured, Result, available_bytes
+from profiling.turns import Action, take_turns
 
 # How often the gradient fits into what a hook keeps, and into what it takes for a while.
 KEPT = {Hook.TORCH: 1.3, Hook.EAGER: 1.2, Hook.COMPILED: 1.2, Hook.PYTHON_REDUCER: 1.2}
 TAKEN = {Hook.FP16: 0.6, Hook.BF16: 0.6, Hook.TORCH: 2.2, Hook.PYTHON_REDUCER: 4.0}
 _TAKEN_BY_OTHERS = 0.3
 _USABLE = 0.9  # of the memory that is free: pages of other programs come and go
-
-_Name = TypeVar("_Name")
 
 
 def make_call(hook: Hook, rank: int, bucket: Any, steps: powersgd.Steps) -> Callable[[], Tensor]:
@@ -56,44 +51,10 @@ def make_call(hook: Hook, rank: int, bucket: Any, steps: powersgd.Steps) -> Call
     return lambda: function(state, bucket).wait()
 
 
-def alternate(
-    actions: Mapping[_Name, Callable[[], Any]],
-    prepare: Callable[[], Any],
-    copy: Callable[[], Any],
-    repeats: int,
-) -> tuple[dict[_Name, Timing], Timing]:
-    """Time actions in turn, so that whatever else the machine does meets all of them.
-
-    Args:
-        actions: What is timed, by any name.
-        prepare: Called before each, and not timed.
-        copy: Copies the gradient once.
-        repeats: Timed calls of each action, after `WARM_UP`.
-
-    Returns:
-        The times by name, and those of the floor.
-    """
-    times: dict[_Name, list[float]] = {name: [] for name in actions}
-    floors: list[float] = []
-    for _ in range(WARM_UP + repeats):
-        floors.append(FLOOR * _time_ms(copy))
-        for name, action in actions.items():
-            prepare()
-            times[name].append(_time_ms(action))
-    timings = {name: Timing.of(taken[WARM_UP:]) for name, taken in times.items()}
-    return timings, Timing.of(floors[WARM_UP:])
-
-
-def _time_ms(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def make_blocks(
-    hooks: Sequence[Hook], gradient_bytes: int, shared: float, each: float = 0.0
+    hooks: Sequence[Hook], gradient_bytes: int, shared: float, each: float
 ) -> tuple[list[list[Hook]], list[str]]:
-    """Group hooks so that what is measured in one alternation fits into memory.
+    """Group hooks so that what is measured in turn fits into memory.
 
     Args:
         hooks: To be measured.
@@ -128,42 +89,45 @@ def _gradients(hooks: Sequence[Hook], shared: float, each: float) -> float:
 
 
 def measure_calls(
-    shapes: Sequence[tuple[int, ...]], hooks: Sequence[Hook], rank: int, repeats: int
+    shapes: Sequence[tuple[int, ...]],
+    hooks: Sequence[Hook],
+    rank: int,
+    threads: int,
+    repeats: int,
 ) -> tuple[list[Result], list[str]]:
-    """Time one call of each hook on one bucket, in alternation.
+    """Time one call of each hook on one bucket, in turn.
 
     Args:
         shapes: Of the parameters in the bucket.
         hooks: Any but ``python_reducer``.
         rank: Of the approximation.
+        threads: Of each operation.
         repeats: Timed calls of each.
 
     Returns:
         The results, and sentences about hooks for which there is not enough memory.
     """
-    gc.collect()  # buckets lie in cycles
-    gradient_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
-    blocks, skipped = make_blocks(hooks, gradient_bytes, shared=2)
-    if not blocks:
-        return [], skipped
-    bucket = make_bucket(shapes)
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    # Once: two buffers for the floor. In each process: the bucket, and what it is filled with.
+    blocks, skipped = make_blocks(hooks, 4 * numel, shared=2, each=2)
     results: list[Result] = []
     for block in blocks:
-        results += _measure_block(bucket, block, rank, repeats)
+        makes = {hook: partial(_make_action, shapes, hook, rank) for hook in block}
+        found, floor = take_turns(makes, numel, threads, repeats)
+        results += [Result(Measured.CALL, hook, t, floor, m) for hook, (t, m) in found.items()]
     return results, skipped
 
 
-def _measure_block(bucket: Any, hooks: Sequence[Hook], rank: int, repeats: int) -> list[Result]:
+def _make_action(shapes: Sequence[tuple[int, ...]], hook: Hook, rank: int) -> Action:
+    bucket = make_bucket(shapes)
     buffer = bucket.buffer()
     source = torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0))
-    compiled = powersgd.compile_steps() if Hook.COMPILED in hooks else powersgd.EAGER
+    steps = powersgd.compile_steps() if hook is Hook.COMPILED else powersgd.EAGER
 
     def copy() -> None:
         buffer.copy_(source)
 
-    def make(hook: Hook) -> Callable[[], Tensor]:
-        return make_call(hook, rank, bucket, compiled if hook is Hook.COMPILED else powersgd.EAGER)
+    def make() -> Callable[[], Tensor]:
+        return make_call(hook, rank, bucket, steps)
 
-    times, floor = alternate({hook: make(hook) for hook in hooks}, copy, copy, repeats)
-    memories = {hook: measure_memory(make(hook), copy, START + 2) for hook in hooks}
-    return [Result(Measured.CALL, hook, times[hook], floor, memories[hook]) for hook in hooks]
+    return Action(make(), copy, lambda: measure_memory(make(), copy, START + 2))

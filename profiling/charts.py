@@ -230,10 +230,10 @@ def _set_limits(axes: Axes, xs: Sequence[float]) -> None:
     axes.set_xlim(low / span**0.05, low * span**1.45 if high > low else low * span)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     low, high = axes.get_ylim()
-    if high / low < 30:
-        axes.yaxis.set_minor_formatter(
-            FuncFormatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else "")
-        )
+    between = "25" if high / low < 100 else ""
+    axes.yaxis.set_minor_formatter(
+        FuncFormatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in between else "")
+    )
 
 
 def _set_ticks(axis: Any, values: Sequence[float]) -> None:

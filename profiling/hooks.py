@@ -70,6 +70,18 @@ def average_in_bf16(
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
+def set_compiler(hook: Hook) -> None:
+    """Set how torch.compile sees DDP, in the whole process.
+
+    Args:
+        hook: What averages the gradients.
+    """
+    is_traced = hook is Hook.PYTHON_REDUCER
+    torch._dynamo.config.optimize_ddp = "python_reducer" if is_traced else True
+    torch._dynamo.config.compiled_autograd = is_traced
+    torch._inductor.config.bucket_all_reduces_fx = "all" if is_traced else "none"
+
+
 def wrap(
     model: nn.Module, hook: Hook, rank: int = 1, **options: Any
 ) -> tuple[DistributedDataParallel, Any]:
@@ -86,10 +98,7 @@ def wrap(
         `START`, counted from 0. torch's own hook works with one bucket alone: give it a
         ``bucket_cap_mb`` that holds the model.
     """
-    is_traced = hook is Hook.PYTHON_REDUCER
-    torch._dynamo.config.optimize_ddp = "python_reducer" if is_traced else True
-    torch._dynamo.config.compiled_autograd = is_traced
-    torch._inductor.config.bucket_all_reduces_fx = "all" if is_traced else "none"
+    set_compiler(hook)
     ddp = DistributedDataParallel(model, **options)
     if hook in (Hook.FP16, Hook.BF16):
         half = default_hooks.fp16_compress_hook if hook is Hook.FP16 else average_in_bf16

@@ -6,9 +6,8 @@ before. What a hook costs is the difference to the same pass with plain averagin
 DDP's hooks, a compiled one for `python_reducer`.
 """
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from profiling.allocations import measure_memory
-from profiling.calls import alternate, make_blocks
-from profiling.hooks import Hook, make_backward, wrap
+from profiling.calls import make_blocks
+from profiling.hooks import Hook, make_backward, set_compiler, wrap
 from profiling.results import Measured, Memory, Plain, Result
+from profiling.turns import Action, take_turns
 
 BUCKET_MB = 1_000_000  # one bucket, with which torch's hook works
 
@@ -66,24 +66,22 @@ class Pass:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], hook: Hook, rank: int, *, is_plain: bool = False
     ) -> None:
-        self._hook = hook
         is_traced = hook is Hook.PYTHON_REDUCER
         options: dict[str, Any] = {
             "bucket_cap_mb": BUCKET_MB,
             "gradient_as_bucket_view": not is_traced,
             "init_sync": False,
         }
-        with _seen_by_compiler(hook):
-            if is_plain:
-                self.ddp = DistributedDataParallel(Stored(shapes), **options)
-            else:
-                self.ddp, _ = wrap(Stored(shapes), hook, rank, **options)
-            self._run = make_backward(self.ddp, lambda model, batch: model(batch), hook)
+        if is_plain:
+            set_compiler(hook)
+            self.ddp = DistributedDataParallel(Stored(shapes), **options)
+        else:
+            self.ddp, _ = wrap(Stored(shapes), hook, rank, **options)
+        self._run = make_backward(self.ddp, lambda model, batch: model(batch), hook)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Leave averages of ``gradients`` in the parameters."""
-        with _seen_by_compiler(self._hook):
-            self._run(gradients)
+        self._run(gradients)
 
     def forget(self) -> None:
         """Let go of the averages, as an optimizer does after a step."""
@@ -91,78 +89,59 @@ class Pass:
             parameter.grad = None
 
 
-@contextmanager
-def _seen_by_compiler(hook: Hook) -> Iterator[None]:
-    # What `wrap` sets once for a whole process, here for one pass: passes alternate.
-    is_traced = hook is Hook.PYTHON_REDUCER
-    dynamo = torch._dynamo.config.patch(
-        optimize_ddp="python_reducer" if is_traced else True, compiled_autograd=is_traced
-    )
-    merged = "all" if is_traced else "none"
-    with dynamo, torch._inductor.config.patch(bucket_all_reduces_fx=merged):
-        yield
-
-
 def measure_passes(
-    shapes: Sequence[tuple[int, ...]], hooks: Sequence[Hook], rank: int, repeats: int
+    shapes: Sequence[tuple[int, ...]],
+    hooks: Sequence[Hook],
+    rank: int,
+    threads: int,
+    repeats: int,
 ) -> tuple[list[Result], list[str]]:
-    """Time passes with each hook, in alternation, and count the memory they take.
+    """Time passes with each hook, in turn, and count the memory they take.
 
     Args:
         shapes: Of the parameters.
         hooks: Any; plain passes are measured in any case.
         rank: Of the approximation.
+        threads: Of each operation.
         repeats: Timed passes of each.
 
     Returns:
         The results, and sentences about hooks for which there is not enough memory.
     """
-    gc.collect()
-    torch.compiler.reset()  # all models are compiled from the same code, and there is a limit
-    gradient_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
     chosen = [hook for hook in hooks if hook is not Hook.NONE]
-    # Held once: the gradients, two copies for the floor, what both kinds of plain passes take.
-    blocks, skipped = make_blocks(chosen, gradient_bytes, shared=5, each=1)
+    # Once: two buffers for the floor, and both kinds of plain passes. In each process, theirs too:
+    # the gradients and their averages.
+    blocks, skipped = make_blocks(chosen, 4 * numel, shared=6, each=2)
     results: list[Result] = []
     for block in blocks:
-        found = _measure_block(shapes, block, rank, repeats)
-        results += found if Hook.NONE in hooks and not results else found[1:]
-        gc.collect()
+        makes = {(hook, False): partial(_make_action, shapes, hook, rank, False) for hook in block}
+        for hook in map(_plain_of, (Hook.NONE, *block)):
+            makes[hook, True] = partial(_make_action, shapes, hook, rank, True)
+        found, floor = take_turns(makes, numel, threads, repeats)
+        plain = {
+            hook: Plain(t, m.peak_bytes) for (hook, is_plain), (t, m) in found.items() if is_plain
+        }
+        also = [Hook.NONE] if Hook.NONE in hooks and not results else []
+        for hook in also + block:
+            time, memory = found[hook, hook is Hook.NONE]
+            base = plain[_plain_of(hook)]
+            peak = Memory(memory.peak_bytes)
+            results.append(Result(Measured.PASS, hook, time, floor, peak, base))
     return results, [f"In whole passes, {sentence}" for sentence in skipped]
 
 
-def _measure_block(
-    shapes: Sequence[tuple[int, ...]], hooks: Sequence[Hook], rank: int, repeats: int
-) -> list[Result]:
+def _make_action(
+    shapes: Sequence[tuple[int, ...]], hook: Hook, rank: int, is_plain: bool
+) -> Action:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    other = torch.empty_like(flat)
-    passes: dict[tuple[Hook, bool], Pass] = {}
-    for hook in hooks:
-        passes[hook, False] = Pass(shapes, hook, rank)
-    for hook in {_plain_of(hook) for hook in (Hook.NONE, *hooks)}:
-        passes[hook, True] = Pass(shapes, hook, rank, is_plain=True)
+    one = Pass(shapes, hook, rank, is_plain=is_plain)
 
-    def forget() -> None:
-        for one in passes.values():
-            one.forget()
+    def run() -> None:
+        one(gradients)
 
-    def act(one: Pass) -> Callable[[], None]:
-        return lambda: one(gradients)
-
-    actions = {name: act(one) for name, one in passes.items()}
-    times, floor = alternate(actions, forget, lambda: other.copy_(flat), repeats)
-    peaks = {name: measure_memory(act, forget, 2).peak_bytes for name, act in actions.items()}
-    plain = {name: Plain(times[name], peaks[name]) for name in actions if name[1]}
-
-    def result(hook: Hook) -> Result:
-        name = hook, hook is Hook.NONE
-        memory = Memory(peaks[name])
-        base = plain[_plain_of(hook), True]
-        return Result(Measured.PASS, hook, times[name], floor, memory, base)
-
-    return [result(hook) for hook in (Hook.NONE, *hooks)]
+    return Action(run, one.forget, lambda: measure_memory(run, one.forget, 2))
 
 
 def _plain_of(hook: Hook) -> Hook:

@@ -45,7 +45,7 @@ def _cells(row: Row, hook: Hook, hooks: Sequence[Hook]) -> list[str]:
 
 
 def _floor(row: Row) -> str:
-    # Where memory made several alternations necessary, each had a floor of its own.
+    # Where not all hooks fitted into memory at once, each group had a floor of its own.
     floors = [result.floor for result in row.results if result.measured is Measured.CALL]
     return str(min(floors, key=lambda floor: floor.median)).split(" ")[0] if floors else "-"
 

@@ -1,6 +1,8 @@
 """The benchmark measures what it says, in time and in memory."""
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from profiling import benchmark, calls, results
+from profiling import benchmark, calls, results, turns
 from profiling.hooks import Hook
 from profiling.results import Measured, Memory, Result, Row, Timing
 from profiling.scaling import Sweep, make_sweep
@@ -115,16 +117,42 @@ def test_wrong_arguments_are_refused_at_once(arguments: list[str], message: str)
 def test_what_does_not_fit_is_said_or_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "available_bytes", lambda: 5e9)
     hooks = [Hook.NONE, Hook.TORCH, Hook.EAGER]
-    blocks, skipped = calls.make_blocks(hooks, 10**9, shared=2)  # torch alone: 2 + 1.3 + 2.2 GB
+    # torch's alone: 1 + 1 + 1.3 + 2.2 GB.
+    blocks, skipped = calls.make_blocks(hooks, 10**9, shared=1, each=1)
     assert blocks == [[Hook.NONE, Hook.EAGER]]
     (sentence,) = skipped
     assert sentence == (
         "torch's PowerSGD is skipped: it needs 5.5 GB of memory, and 4.5 GB may be used."
     )
-    monkeypatch.setattr(calls, "available_bytes", lambda: 6.5e9)
-    blocks, skipped = calls.make_blocks(hooks, 10**9, shared=2)
+    monkeypatch.setattr(calls, "available_bytes", lambda: 7.5e9)
+    blocks, skipped = calls.make_blocks(hooks, 10**9, shared=1, each=1)
     assert (blocks, skipped) == ([[Hook.NONE, Hook.TORCH], [Hook.EAGER]], [])
     assert results.available_bytes() > 0
+
+
+def _make_entry(path: Path, name: str) -> turns.Action:
+    def write(what: str) -> None:
+        with path.open("a") as file:
+            file.write(f"{name} {what} {os.getpid()} {torch.get_num_threads()}\n")
+
+    return turns.Action(lambda: write("run"), lambda: write("prepare"), lambda: Memory(len(name)))
+
+
+def test_hooks_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
+    path, names = tmp_path / "entries", ["one", "three"]
+    makes = {name: partial(_make_entry, path, name) for name in names}
+    found, floor = turns.take_turns(makes, 10, threads=1, repeats=3)
+    entries = [line.split() for line in path.read_text().splitlines()]
+    turn = [[name, what] for name in names for what in ("prepare", "run")]
+    assert [entry[:2] for entry in entries] == (turns.WARM_UP + 3) * turn
+    processes = {(name, int(process)) for name, _, process, _ in entries}
+    assert len(processes) == len({process for _, process in processes} | {os.getpid()}) - 1 == 2
+    assert {threads for *_, threads in entries} == {"1"}
+    assert {name: memory for name, (_, memory) in found.items()} == {
+        "one": Memory(3),
+        "three": Memory(5),
+    }
+    assert floor.low > 0
 
 
 def test_speedup_is_torchs_median_over_ours() -> None:
