@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,7 @@ FILE_NAMES = {
     Format.EXPORT: "powersgd-rank{rank}-{dtype}-export.pt2",
     Format.AOTI: "powersgd-rank{rank}-{dtype}-aoti.pt2",
 }
+LARGEST_FUSED_RANK = 8  # above, products are faster
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -66,21 +68,24 @@ class _Scripted(nn.Module):
 class _Phase(nn.Module):
     """One phase, for torch.export."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, phase: Callable[..., Tensor | None]) -> None:
         super().__init__()
-        self.phase = getattr(fused, name)
+        self.phase = phase
 
     def forward(self, *tensors: Tensor) -> Tensor:
         result = self.phase(*tensors)
         return tensors[0].new_zeros(()) if result is None else result  # a program returns something
 
 
-def export_phases(rank: int, dtype: torch.dtype) -> dict[str, ExportedProgram]:
+def export_phases(
+    rank: int, dtype: torch.dtype, *, is_compiled: bool = False
+) -> dict[str, ExportedProgram]:
     """Export each phase, with error feedback, for any batch and matrix size.
 
     Args:
         rank: Rank of the factors.
         dtype: Of all tensors.
+        is_compiled: Whether the programs will be compiled; else they run as they are.
 
     Returns:
         The programs by the names of `powersgd.Steps`.
@@ -89,18 +94,21 @@ def export_phases(rank: int, dtype: torch.dtype) -> dict[str, ExportedProgram]:
     matrix = (torch.zeros(3, 24, 40, dtype=dtype), {0: b, 1: n, 2: m})
     p = (torch.zeros(3, rank, 24, dtype=dtype), {0: b, 2: n})
     q = (torch.zeros(3, rank, 40, dtype=dtype), {0: b, 2: m})
-    arguments = {
-        "compress_": (matrix, matrix, q),
-        "project": (matrix, p),
-        "decompress_": (matrix, matrix, p, q, q),
+    is_fused = is_compiled and rank <= LARGEST_FUSED_RANK
+    compress_ = fused.compress_at_once_ if is_fused else fused.compress_
+    decompress_ = fused.decompress_at_once_ if is_fused else fused.decompress_
+    arguments: dict[str, tuple[Any, ...]] = {
+        "compress_": (compress_, matrix, matrix, q),
+        "project": (fused.project, matrix, p),
+        "decompress_": (decompress_, matrix, matrix, p, q, q),
     }
     return {
         name: torch.export.export(
-            _Phase(name),
+            _Phase(phase),
             tuple(example.clone() for example, _ in pairs),
             dynamic_shapes=(tuple(sizes for _, sizes in pairs),),
         )
-        for name, pairs in arguments.items()
+        for name, (phase, *pairs) in arguments.items()
     }
 
 
@@ -118,7 +126,7 @@ def write(path: Path, kind: Format, rank: int, dtype: torch.dtype) -> None:
         scripted: Any = torch.jit.script(_Scripted())
         scripted.save(path, _extra_files={FACTS: facts})
         return
-    programs = export_phases(rank, dtype)
+    programs = export_phases(rank, dtype, is_compiled=kind is Format.AOTI)
     if kind is Format.EXPORT:
         package_pt2(str(path), exported_programs=programs, extra_files={FACTS: facts})
         return

@@ -4,7 +4,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -91,7 +91,8 @@ def _table(lines: list[Line]) -> Table:
     table = Table(title="The steps through torch.compile")
     names = ("target", "graphs", "breaks", "recompiles", "guards", "kernels", "bytes", "x least")
     for name in names:
-        table.add_column(name, justify="left" if name == "target" else "right")
+        justify: Any = "left" if name == "target" else "right"
+        table.add_column(name, justify=justify, overflow="fold")  # also in a narrow terminal, whole
     for line in lines:
         is_right = line.graphs == 1 and not line.breaks and not line.recompiles
         counts = (line.graphs, line.breaks, line.recompiles, line.guards, line.kernels)

@@ -83,10 +83,12 @@ def targets(
         yield Target(f"residual-{case}", steps.residual, (matrix, p, q))
         yield Target(f"compress_-{case}", fused.compress_, (matrix, old, q), out=(0,))
         yield Target(f"compress_alone-{case}", fused.compress_, (matrix, None, q), out=(0,))
-        yield Target(f"decompress_-{case}", fused.decompress_, (matrix, old, p, own, q), out=(0, 1))
-        yield Target(
-            f"decompress_alone-{case}", fused.decompress_, (matrix, None, p, own, q), out=(0,)
-        )
+        once = fused.compress_at_once_
+        yield Target(f"compress_at_once_-{case}", once, (matrix, old, q), out=(0,))
+        for name, form in (("", fused.decompress_), ("_at_once", fused.decompress_at_once_)):
+            both, alone = (matrix, old, p, own, q), (matrix, None, p, own, q)
+            yield Target(f"decompress{name}_-{case}", form, both, out=(0, 1))
+            yield Target(f"decompress{name}_alone-{case}", form, alone, out=(0,))
         yield Target(f"project-{case}", fused.project, (matrix, p))
         yield Target(f"replace_zero_rows-{case}", steps.replace_zero_rows, (p, -p))
 

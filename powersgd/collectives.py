@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if dist.is_available() and not dist.is_initialized():
+if not dist.is_initialized():
     # The default arguments of its functions hold the default group of the moment, for ever. DDP
     # imports it when it wraps a model: `destroy_process_group` would no longer end gloo's threads,
     # and one that frees a tensor while Python ends aborts the process.

@@ -16,10 +16,10 @@ from powersgd.phases import EAGER, Steps
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
 
-# Where one compiled pass pays on CPU: the call is dear, and unrolled sums of a large rank are slow.
-_LEAST_NUMEL = 1 << 18
-_LARGEST_RANK = 8  # above, `fused.decompress_` is two products: no pass is saved
-_LARGEST_RANK_OF_P = 4  # the same of `fused.compress_`
+# Where one compiled pass pays: on CPU a call is dear, and unrolled sums of a large rank are slow.
+_LEAST_NUMEL = 1 << 18  # of one matrix: results must not depend on which bucket it is in
+_LARGEST_RANK = 8
+_LARGEST_RANK_OF_P = 4
 _MOST_COLUMNS = 4096  # above, the rows of Q leave the cache between rows of the gradient
 
 
@@ -52,7 +52,7 @@ class _PerShape:
 
 
 def _take(i: int, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """One matrix of a batch: torch.compile copies an argument with gaps before it changes it."""
+    """Return one of a batch: torch.compile copies an argument with gaps before it changes it."""
     return tuple(None if t is None else t[i : i + 1] for t in tensors)
 
 
@@ -61,8 +61,10 @@ class _Compiled:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._compress_ = _PerShape(fused.compress_, options)
+        self._compress_at_once_ = _PerShape(fused.compress_at_once_, options)
         self._project = _PerShape(fused.project, options)
         self._decompress_ = _PerShape(fused.decompress_, options)
+        self._decompress_at_once_ = _PerShape(fused.decompress_at_once_, options)
         self._options = options
 
     def __reduce__(self) -> Any:  # what is compiled stays behind
@@ -71,17 +73,18 @@ class _Compiled:
     def compress_(self, gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
         is_slower = (
             residual is None
-            or gradient.numel() < _LEAST_NUMEL
+            or gradient[0].numel() < _LEAST_NUMEL
             or q.size(1) > _LARGEST_RANK_OF_P
             or q.size(2) > _MOST_COLUMNS
         )
         if gradient.is_cpu and is_slower:
             return EAGER.compress_(gradient, residual, q)
+        form = self._compress_at_once_ if gradient.is_cpu else self._compress_
         tensors = (gradient, residual, q)
         if gradient.is_contiguous():
-            p: Tensor = self._compress_(*tensors)
+            p: Tensor = form(*tensors)
             return p
-        return torch.cat([self._compress_(*_take(i, tensors)) for i in range(gradient.size(0))])
+        return torch.cat([form(*_take(i, tensors)) for i in range(gradient.size(0))])
 
     def project(self, matrix: Tensor, p: Tensor) -> Tensor:
         form = EAGER.project if matrix.is_cpu else self._project
@@ -92,28 +95,31 @@ class _Compiled:
         self, matrix: Tensor, residual: Tensor | None, p: Tensor, q_local: Tensor, q: Tensor
     ) -> None:
         tensors = (matrix, residual, p, q_local, q)
-        is_slower = matrix.numel() < _LEAST_NUMEL or p.size(1) > _LARGEST_RANK
-        if matrix.is_cpu and is_slower:
+        has_large_rank = p.size(1) > _LARGEST_RANK
+        if matrix.is_cpu and (has_large_rank or matrix[0].numel() < _LEAST_NUMEL):
             EAGER.decompress_(*tensors)
-        elif matrix.is_contiguous():
-            self._decompress_(*tensors)
+            return
+        form = self._decompress_ if has_large_rank else self._decompress_at_once_
+        if matrix.is_contiguous():
+            form(*tensors)
         else:
             for i in range(matrix.size(0)):
-                self._decompress_(*_take(i, tensors))
+                form(*_take(i, tensors))
 
     def try_out(self) -> None:
         shapes = ((2, 2), (2, 2), (1, 2), (1, 2), (1, 2))
         with torch.no_grad():
-            self._decompress_(*(torch.zeros(1, *shape, device="cpu") for shape in shapes))
+            self._decompress_at_once_(*(torch.zeros(1, *shape, device="cpu") for shape in shapes))
 
 
 def compile_steps(**options: Any) -> Steps:
     """Return the steps through ``torch.compile``, for ``PowerSGDState(..., steps=...)``.
 
-    The end of a step, new residual and averaged gradient, becomes one pass over memory, and so does
-    its start, old residual and P, up to rank 4. On CPU, Q and large factors stay as they are in
-    `powersgd.EAGER`: its blocks are faster there than what Inductor generates. Each shape is
-    compiled once, when the state first meets it, which is before compression starts if
+    The end of a step, new residual and averaged gradient, becomes one pass over memory up to rank
+    8; on CPU its start, old residual and P, too, up to rank 4. On CPU, all else stays as it is in
+    `powersgd.EAGER`, whose blocks are faster there than what Inductor generates: Q, larger ranks,
+    matrices of less than 512 x 512 elements, P of more than 4096 columns. Each shape is compiled
+    once, when the state first meets it, which is before compression starts if
     ``start_powerSGD_iter`` is at least 2.
 
     Args:

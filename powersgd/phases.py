@@ -1,7 +1,8 @@
 """The steps as the reduction runs them: in place, and in the blocks that a CPU works fastest on.
 
-The arithmetic is that of `powersgd.steps`; what differs is the order of memory accesses. Sizes and
-choices in this file are measured on CPU, with one thread and with two.
+The arithmetic is that of `powersgd.steps`; what differs is the order of memory accesses, and that
+float16 is widened where torch has no fast products for it. Sizes and choices in this file are
+measured on CPU (x86, AVX-512), with one thread and with two.
 """
 
 import math
@@ -33,6 +34,7 @@ def compress_(gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
         P, shape ``(b, r, n)``.
     """
     p = q.new_empty(q.size(0), q.size(1), gradient.size(1))
+    is_large = _is_large(gradient)
     q = _aligned(q)
     for matrices, rows in _tiles(gradient):
         tile = gradient[matrices, rows]
@@ -40,7 +42,7 @@ def compress_(gradient: Tensor, residual: Tensor | None, q: Tensor) -> Tensor:
             tile.add_(residual[matrices, rows])
         tile = _aligned(tile) if q.size(1) <= _LARGEST_UNPACKED_RANK else tile
         parts = _parts(tile, tile.size(1))
-        if tile.size(0) == parts == 1:  # not a batch of one: in bfloat16 it takes 15 times as long
+        if is_large and parts == 1:  # not a batch of one: in bfloat16 it takes 15 times as long
             p[matrices.start, :, rows] = compute_p(tile[0], q[matrices.start])
         elif parts == 1:
             p[matrices, :, rows] = compute_p(tile, q[matrices])
@@ -61,7 +63,7 @@ def project(matrix: Tensor, p: Tensor) -> Tensor:
     Returns:
         Q, shape ``(b, r, m)``.
     """
-    if _is_crawling(matrix):
+    if _is_widened(matrix):
         total = p.new_zeros(p.size(0), p.size(1), matrix.size(2), dtype=torch.float32)
         for matrices, rows in _tiles(matrix):
             factor = p[matrices, :, rows].float()
@@ -92,16 +94,19 @@ def decompress_(
         q_local: This rank's own factor, shape ``(b, r, m)``. Not changed.
         q: The factor's mean over ranks, shape ``(b, r, m)``. Not changed.
     """
+    is_widened = _is_widened(matrix)
+    if is_widened:
+        p, q_local, q = p.float(), q_local.float(), q.float()
     for matrices, rows in _tiles(matrix):
         tile = matrix[matrices, rows]
         left = None if residual is None else residual[matrices, rows]
         factors = p[matrices, :, rows], q_local[matrices], q[matrices]
-        if not _is_crawling(matrix):
+        if not is_widened:
             _decompress_tile_(tile, left, *factors)
             continue
         wide = tile.float()
         wide_left = None if left is None else torch.empty_like(wide)
-        _decompress_tile_(wide, wide_left, *(factor.float() for factor in factors))
+        _decompress_tile_(wide, wide_left, *factors)
         tile.copy_(wide)
         if left is not None and wide_left is not None:
             left.copy_(wide_left)
@@ -115,8 +120,8 @@ def _decompress_tile_(
     _reconstruct_out(p, q, matrix)
 
 
-def _is_crawling(matrix: Tensor) -> bool:
-    # torch has no fast products for it there: with float32 tiles they are up to 60 times faster.
+def _is_widened(matrix: Tensor) -> bool:
+    # Products of float16 that are not inner products of rows take up to 60 times as long.
     return matrix.is_cpu and matrix.dtype == torch.float16
 
 
@@ -124,12 +129,17 @@ def _tiles(matrix: Tensor) -> Iterator[tuple[slice, slice]]:
     # Several small matrices, or rows of a large one.
     count, rows, columns = matrix.shape
     step, row_step = max(1, _TILE_NUMEL // (rows * columns)), rows
-    if rows * columns > _BLOCK_NUMEL:
+    if _is_large(matrix):
         block = _block_rows(columns)
         step, row_step = 1, block * max(1, _TILE_NUMEL // (block * columns))
     for i in range(0, count, step):
         for j in range(0, rows, row_step):
             yield slice(i, i + step), slice(j, j + row_step)
+
+
+def _is_large(matrix: Tensor) -> bool:
+    # Whether each matrix of a batch has tiles of its own.
+    return matrix.size(1) * matrix.size(2) > _BLOCK_NUMEL
 
 
 def _block_rows(columns: int) -> int:

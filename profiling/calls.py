@@ -20,6 +20,7 @@ from profiling.turns import Action, take_turns
 KEPT = {Hook.TORCH: 1.3, Hook.EAGER: 1.2, Hook.COMPILED: 1.2, Hook.PYTHON_REDUCER: 1.2}
 TAKEN = {Hook.FP16: 0.6, Hook.BF16: 0.6, Hook.TORCH: 2.2, Hook.PYTHON_REDUCER: 4.0}
 _TAKEN_BY_OTHERS = 0.3
+_PROCESS_BYTES = 3e8  # of each hook's process, with its libraries
 _USABLE = 0.9  # of the memory that is free: pages of other programs come and go
 
 
@@ -69,8 +70,8 @@ def make_blocks(
     blocks: list[list[Hook]] = [[]]
     skipped: list[str] = []
     for hook in hooks:
-        alone = gradient_bytes * _gradients([hook], shared, each)
-        together = gradient_bytes * _gradients([*blocks[-1], hook], shared, each)
+        alone = _needed_bytes([hook], gradient_bytes, shared, each)
+        together = _needed_bytes([*blocks[-1], hook], gradient_bytes, shared, each)
         if alone > _USABLE * available:
             skipped.append(
                 f"{hook.label} is skipped: it needs {alone / 1e9:.1f} GB of memory, and "
@@ -83,9 +84,10 @@ def make_blocks(
     return [block for block in blocks if block], skipped
 
 
-def _gradients(hooks: Sequence[Hook], shared: float, each: float) -> float:
+def _needed_bytes(hooks: Sequence[Hook], gradient_bytes: int, shared: float, each: float) -> float:
     kept = sum(each + KEPT.get(hook, 0.0) for hook in hooks)
-    return shared + kept + max(TAKEN.get(hook, _TAKEN_BY_OTHERS) for hook in hooks)
+    taken = max(TAKEN.get(hook, _TAKEN_BY_OTHERS) for hook in hooks)
+    return gradient_bytes * (shared + kept + taken) + _PROCESS_BYTES * len(hooks)
 
 
 def measure_calls(

@@ -132,6 +132,7 @@ def _draw_variant(
         summary = study.summarize(Kind(rank, *variant))
         if summary.diverged:
             text = f"{summary.diverged}/{summary.runs} diverged"
+            text = f"{name}: {text}" if summary.loss is None else text
             axes.text(
                 x, 0.99, text, color=color, fontsize=8.5, rotation=90, ha="center", va="top",
                 transform=axes.get_xaxis_transform(),
@@ -141,4 +142,4 @@ def _draw_variant(
             means.append(summary.loss)
             spreads.append(summary.loss_spread or 0.0)
     axes.errorbar(places, means, spreads, fmt="o", capsize=3, color=color)
-    return [(axes.get_xlim()[1], mean, name, color) for mean in means[-1:]]
+    return [] if summary.loss is None else [(axes.get_xlim()[1], summary.loss, name, color)]

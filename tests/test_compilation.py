@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import powersgd
 from compiled.targets import run_phases
+from powersgd import fused
 
 from .models import LARGE, train_large
 from .ranks import run_ranks
@@ -55,6 +57,24 @@ def test_the_compiled_sum_of_gradient_and_residual_is_exact_also_of_bad_numbers(
     is_bad[0, :, 3] = is_bad[1, :, 2] = True
     assert torch.equal(p.isfinite(), ~is_bad)
     assert_close(p[~is_bad], powersgd.compute_p(total, q)[~is_bad])
+
+
+@pytest.mark.parametrize(("n", "m"), [(N, M), (256, 256)])
+def test_a_matrix_gets_the_same_bits_in_any_batch(n: int, m: int) -> None:
+    steps, shapes = powersgd.compile_steps(), ((n, m), (n, m), (2, n), (2, m), (2, m))
+    inputs = [torch.randn(4, *shape) for shape in shapes]
+    together = run_phases(steps, *inputs)
+    alone = [run_phases(steps, *(tensor[i : i + 1] for tensor in inputs)) for i in range(4)]
+    for result, parts in zip(together, zip(*alone, strict=True), strict=True):
+        assert torch.equal(result, torch.cat(parts))
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_the_start_of_a_step_is_one_pass(r: int) -> None:
+    matrix, q = torch.randn(1, 512, 1000), torch.randn(1, r, 1000)
+    form = torch.compile(fused.compress_at_once_, dynamic=False)
+    _, codes = run_and_get_code(form, matrix, matrix.clone(), q)
+    assert sum(code.count("for(int64_t") for code in codes) == 2  # rows, and columns within
 
 
 def _train_twice(rank: int) -> list[list[Tensor]]:

@@ -13,7 +13,7 @@ from compiled.targets import Target, targets
 
 
 def test_one_pass_moves_no_more_than_it_must() -> None:
-    (target,) = (t for t in targets() if t.name == "decompress_-3x8x6-rank2-float32")
+    (target,) = (t for t in targets() if t.name == "decompress_at_once_-3x8x6-rank2-float32")
     line = report.inspect(target)
     assert (line.graphs, line.breaks, line.recompiles, line.kernels) == (1, 0, 0, 1)
     matrices, p, q = 3 * 8 * 6 * 4, 3 * 2 * 8 * 4, 3 * 2 * 6 * 4

@@ -154,6 +154,30 @@ def test_phases_equal_the_pure_steps(
     assert_close(new, residual(merged, unit, q_local))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("r", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("n", "m"), [(16, 9), (9, 31), (24, 40), (77, 1000), (200, 300), (256, 256), (300, 700)]
+)
+def test_a_matrix_gets_the_same_bits_in_any_batch(
+    n: int, m: int, r: int, dtype: torch.dtype
+) -> None:
+    """Buckets decide what is a batch, and a resumed run may have others."""
+    torch.set_num_threads(1)
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        matrix, old, q, q_local, p = (tensor.clone() for tensor in inputs)
+        factors = [phases.compress_(matrix, old, q), phases.project(matrix, p)]
+        phases.decompress_(matrix, old, p, q_local, q)
+        return [*factors, matrix, old]
+
+    shapes = ((n, m), (n, m), (r, m), (r, m), (r, n))
+    inputs = [torch.randn(5, *shape).to(dtype) for shape in shapes]
+    alone = [run([tensor[i : i + 1] for tensor in inputs]) for i in range(5)]
+    for together, parts in zip(run(inputs), zip(*alone, strict=True), strict=True):
+        assert torch.equal(together, torch.cat(parts))
+
+
 def test_phases_without_error_feedback() -> None:
     matrix, q = torch.randn(2, 4, 6), torch.randn(2, 1, 6)
     before = matrix.clone()
