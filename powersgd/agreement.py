@@ -72,10 +72,18 @@ def _all_gather(tensor: torch.Tensor, collectives: Collectives) -> list[torch.Te
 
 
 def _describe(facts: Sequence[Mapping[str, Any]]) -> str:
-    names = dict.fromkeys(name for rank in facts for name in rank)
-    name = next(k for k in names if len({json.dumps(f.get(k)) for f in facts}) > 1)
-    values = ", ".join(f"rank {rank} has {f.get(name)!r}" for rank, f in enumerate(facts))
+    name = _find_difference(facts)
     remedy = "; load the same checkpoint on all of them" if name == "iter" else ""
+    own: list[Any] = [f.get(name) for f in facts]
+    while all(isinstance(value, dict) for value in own):  # of long tables, one entry says enough
+        inner = _find_difference(own)
+        name, own = f"{name}: {inner}", [value.get(inner) for value in own]
+    values = ", ".join(f"rank {rank} has {value!r}" for rank, value in enumerate(own))
     return (
         f"ranks disagree on {name}: {values}; it must be the same on all ranks of the group{remedy}"
     )
+
+
+def _find_difference(facts: Sequence[Mapping[str, Any]]) -> str:
+    names = dict.fromkeys(name for rank in facts for name in rank)
+    return next(k for k in names if len({json.dumps(f.get(k)) for f in facts}) > 1)

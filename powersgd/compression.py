@@ -255,6 +255,8 @@ def decompress_if_(
         bucket.rescaled = (state.loss_scale, finite)
     if flat is not buffer:
         buffer.copy_(flat[: buffer.numel()])
+        if old is not None:
+            old[buffer.numel() :] = 0  # the padding's, which is nobody's: checkpoints have none
     if bucket.q is not None and bucket.plan.groups:
         _update_q(state, bucket, message, finite)
 

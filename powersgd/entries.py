@@ -12,6 +12,8 @@ from powersgd.memory import Carried
 from powersgd.settings import LARGEST_SCALE, SMALLEST_SCALE
 
 _TENSORS = ("residual", "q", "spare")
+# Between which the largest entry of a unit row lies, however it is rounded.
+_BELOW_UNITS, _ABOVE_UNITS = 1e-30, 2.0
 _FLAGS = ("is_owed", "is_square")
 
 
@@ -128,6 +130,11 @@ def _find_tensor_problems(
         yield f"{name}.{part} is {tensor.dtype}, expected {dtype}"
     elif not tensor.isfinite().all():
         yield f"{name}.{part} is not finite"
+    elif part != "residual" and tensor.numel():
+        # A row of zeros would stay so, and one of large numbers overflow. An epsilon shortens rows.
+        largest, least = tensor.abs().amax(-1), min(torch.finfo(tensor.dtype).tiny, _BELOW_UNITS)
+        if not ((largest >= least) & (largest < _ABOVE_UNITS)).all():
+            yield f"{name}.{part} has rows that are not of unit length"
 
 
 def _expected_dtype(part: str, parameter: Tensor) -> torch.dtype:

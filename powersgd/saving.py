@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from powersgd.arguments import show
 from powersgd.entries import find_entry_problems, pack, unpack
+from powersgd.memory import Carried
 from powersgd.names import named_parameters
 from powersgd.settings import Settings
 
@@ -40,7 +41,7 @@ class Saved:
 
         The residuals are this rank's own: save one file per rank, or use
         `powersgd.shared_state_dict`.
-        Settings that were set but are not in force yet are not in it.
+        Settings that were set but are not in force yet are not in it: save once they are.
 
         Args:
             module: The model that this state serves, or a DDP or compiled module around it; of
@@ -66,7 +67,10 @@ class Saved:
     def load_state_dict(self, saved: Mapping[str, Any], module: Model) -> None:
         """Go on exactly from where `state_dict` was called; on all ranks before the same step.
 
-        The settings stay as they were given to the constructor.
+        If only some ranks load, or one of them fails to, into states that have made steps before,
+        all get an error in the next step, after the group's timeout.
+        The settings stay as they were given to the constructor. With `batched_powerSGD_hook` it is
+        exact if DDP's buckets are the same, also in the first step (``find_unused_parameters``).
 
         Args:
             saved: What `state_dict` returned on this rank of a group of this size, or what
@@ -161,7 +165,7 @@ def meet_model(state: Any, names: Mapping[str, Tensor] | None) -> None:
         return
     state.names = names
     if state.unclaimed is not None:
-        _take_up(state, state.unclaimed, names)
+        _take_up(state, state.unclaimed, names, _unpack(state.unclaimed, names))
         state.unclaimed = None
 
 
@@ -200,16 +204,27 @@ def _load(state: Any, saved: Mapping[str, Any], module: Model) -> None:
     problems = _find_problems(saved, names, state.settings())
     if problems:
         raise ValueError(f"cannot load this PowerSGDState: {'; '.join(problems)}")
+    loaded = _unpack(saved, names)  # before anything is forgotten: there may be no memory for it
     state.reset()
-    _take_up(state, saved, names)
+    _take_up(state, saved, names, loaded)
     for name in COUNTERS:
         setattr(state, name, saved[name])
 
 
-def _take_up(state: Any, saved: Mapping[str, Any], names: Mapping[str, Tensor]) -> None:
+def _unpack(saved: Mapping[str, Any], names: Mapping[str, Tensor]) -> dict[Tensor, Carried]:
+    entries = saved["parameters"].items()
+    return {names[name]: unpack(names[name], entry) for name, entry in entries}
+
+
+def _take_up(
+    state: Any,
+    saved: Mapping[str, Any],
+    names: Mapping[str, Tensor],
+    loaded: dict[Tensor, Carried],
+) -> None:
     entries = {names[name]: entry for name, entry in saved["parameters"].items()}
     state.names = names
-    state.loaded = {parameter: unpack(parameter, entry) for parameter, entry in entries.items()}
+    state.loaded = loaded
     state.positions.restore({p: (e["kind"], e["position"]) for p, e in entries.items()})
     state.origin = _origin(saved)
 
@@ -252,16 +267,21 @@ def _thaw(state: Any, saved: Mapping[str, Any]) -> None:
 
 def _find_problems(saved: Any, parameters: Mapping[str, Tensor], settings: Settings) -> list[str]:
     # One clause for each thing that keeps saved data from being taken over.
-    if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
-        kind = saved.get("format") if isinstance(saved, Mapping) else type(saved)
-        return [f"{_FOREIGN}, but it is {kind!r}"]
+    kind = saved.get("format", "a dict of something else") if isinstance(saved, Mapping) else saved
+    if not isinstance(kind, str) or kind != FORMAT:
+        return [f"{_FOREIGN}, but it is {show(kind)}"]
     counts = (*COUNTERS, "rank", "world_size")
-    missing = [k for k in (*counts, "settings", "parameters") if k not in saved]
-    if missing:
-        return [f"missing {k}" for k in missing]
+    expected = ("format", *counts, "settings", "parameters")
+    misnamed = [f"missing {k}" for k in expected if k not in saved]
+    misnamed += [f"unexpected {k}" for k in saved if k not in expected]
+    if misnamed:
+        return misnamed
     lowest = {"rank": SHARED, "world_size": 1}
+    highest = {"next_stats_report": 2**64}  # it may lie as far ahead as users like
     wrong = [
-        k for k in counts if type(saved[k]) is not int or not lowest.get(k, 0) <= saved[k] < 2**62
+        k
+        for k in counts
+        if type(saved[k]) is not int or not lowest.get(k, 0) <= saved[k] < highest.get(k, 2**62)
     ]
     wrong += [k for k in ("settings", "parameters") if not isinstance(saved[k], Mapping)]
     if wrong:
@@ -274,6 +294,10 @@ def _find_problems(saved: Any, parameters: Mapping[str, Tensor], settings: Setti
 
 
 def _differences(saved: Mapping[str, Any], settings: Settings) -> Iterator[str]:
+    names = {name: name in Settings._fields for name in (*Settings._fields, *saved)}
+    for name, is_known in names.items():
+        if name not in saved or not is_known:
+            yield f"{'missing' if is_known else 'unexpected'} settings.{name}"
     for name in _SHAPING:
         then, now = saved.get(name), getattr(settings, name)
         if not isinstance(then, int | float) or then != now:
@@ -285,7 +309,9 @@ def _misfits(
 ) -> Iterator[str]:
     yield from (f"unexpected {name}" for name in entries if name not in parameters)
     for name, parameter in parameters.items():
-        if name in entries:
+        if parameter.is_meta:
+            yield f"{name} is a meta parameter: give the model memory first"
+        elif name in entries:
             yield from find_entry_problems(name, entries[name], parameter, rank)
         elif parameter.requires_grad:
             yield f"missing {name}"

@@ -41,9 +41,10 @@ def shared_state_dict(state: PowerSGDState, module: Model) -> dict[str, Any]:
     """
     collectives = find_collectives(state.process_group)
     saved: dict[str, Any] = {}
-    names = find_names(state, module)
+    names: dict[str, Tensor] = {}
 
     def collect() -> dict[str, Any]:
+        names.update(find_names(state, module))
         require_home(state, collectives)
         saved.update(state.state_dict(module))
         for name, entry in saved["parameters"].items():
@@ -64,13 +65,20 @@ def shared_state_dict(state: PowerSGDState, module: Model) -> dict[str, Any]:
             "the saved parameters": entries,
         }
 
-    device = next(iter(names.values())).device
-    require_agreement(collect, collectives, device)
+    require_agreement(collect, collectives, _find_device(state, module))
     for name, parameter in names.items():
         entry = saved["parameters"][name]
         if "residual" in entry:
             entry["residual"] = _mean(entry["residual"], collectives).to(parameter.dtype)
     return saved
+
+
+def _find_device(state: PowerSGDState, module: Model) -> torch.device:
+    try:
+        tensors = list(find_names(state, module).values())
+    except ValueError:  # to be raised once the other ranks know
+        tensors = list(state.served())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _mean(residual: Tensor, collectives: Collectives) -> Tensor:
@@ -93,7 +101,8 @@ class Checkpoint:
         state: The state.
         module: The model that it serves, or a DDP or compiled module around it, or its parameters
             by name; see `PowerSGDState.state_dict`.
-        shared: Save `shared_state_dict`; when loading, expect it.
+        shared: Save `shared_state_dict`; when loading, expect it. The same on all ranks: else their
+            collectives do not match, and gloo aborts.
 
     References:
         ``torch.distributed.checkpoint.stateful.Stateful``.

@@ -1,5 +1,6 @@
 """Files that do not fit: all that is wrong is named, and nothing is loaded."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as theirs
 
 import powersgd
+from powersgd import saving
 
-from .training import Run
+from .training import Run, assert_same
 
 STOP = 7
 
@@ -152,3 +154,56 @@ def test_bytes_that_cannot_be_read_and_what_is_no_module_are_named() -> None:
         run.state.load_state_dict(saved, run.ddp)
     assert len(str(error.value)) < 400
     assert run.state.iter == STOP
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("factor", [0.0, 1e-44, 3e38])
+def test_factors_that_would_end_compression_are_refused(factor: float) -> None:
+    run = Run().train(0, STOP)
+    saved = run.state.state_dict(run.ddp)
+    saved["parameters"]["2.weight"]["q"][1] = factor
+    with pytest.raises(ValueError, match=r"2.weight.q has rows that are not of unit length$"):
+        run.state.load_state_dict(saved, run.ddp)
+
+
+@pytest.mark.usefixtures("group")
+def test_keys_that_are_missing_or_unexpected_are_named() -> None:
+    run = Run().train(0, STOP)
+    saved = run.state.state_dict(run.ddp)
+    without = {name: value for name, value in saved.items() if name not in ("iter", "rank")}
+    with pytest.raises(ValueError, match=r"State: missing iter; missing rank; unexpected more$"):
+        run.state.load_state_dict(without | {"more": 1}, run.ddp)
+    settings = saved["settings"] | {"more": 1}
+    del settings["random_seed"]
+    match = r"State: missing settings.random_seed; unexpected settings.more$"
+    with pytest.raises(ValueError, match=match):
+        run.state.load_state_dict(saved | {"settings": settings}, run.ddp)
+    with pytest.raises(ValueError, match=r"but it is 'a dict of something else'$"):
+        run.state.load_state_dict({"powersgd": saved}, run.ddp)
+    with pytest.raises(ValueError, match=r"0.weight is a meta parameter"):
+        run.state.load_state_dict(saved, Run().model.to("meta"))
+
+
+@pytest.mark.usefixtures("group")
+def test_statistics_that_are_never_logged_can_be_loaded() -> None:
+    run = Run(compression_stats_logging_frequency=sys.maxsize).train(0, STOP)
+    other = Run().state
+    other.load_state_dict(run.state.state_dict(run.ddp), run.model)
+    assert other.next_stats_report == run.state.next_stats_report > sys.maxsize
+
+
+@pytest.mark.usefixtures("group")
+def test_memory_that_runs_out_while_loading_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run().train(0, STOP)
+    saved, before, left = run.state.state_dict(run.ddp), run.outcome(), iter(range(3))
+
+    def unpack(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise MemoryError
+        return powersgd.entries.unpack(*arguments)
+
+    monkeypatch.setattr(saving, "unpack", unpack)
+    with pytest.raises(MemoryError):
+        run.state.load_state_dict(saved, run.ddp)
+    assert_same(run.outcome(), before)
+    run.train(STOP, STOP + 1)

@@ -357,3 +357,36 @@ def test_parameters_of_every_kind_go_through_a_file(tmp_path: Path) -> None:
         assert right.any()
         assert torch.equal(left, right)
         assert left.stride() == right.stride()
+
+
+def _train_batched(run: Any, start: int, stop: int) -> Any:
+    model, _, ddp = run
+    for step in range(start, stop):
+        generator = torch.Generator().manual_seed(step)
+        model.zero_grad()
+        ddp(torch.randn(16, 24, generator=generator)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return run
+
+
+def _batched() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 9))
+    state = powersgd.PowerSGDState(None, 2, 3)
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    ddp.register_comm_hook(state, powersgd.batched_powerSGD_hook)
+    return model, state, ddp
+
+
+@pytest.mark.usefixtures("group")
+def test_a_run_with_the_batched_hook_goes_on_exactly_with_the_same_buckets() -> None:
+    """The padding of the square matrix carries nothing over that a checkpoint would not have."""
+    whole = _train_batched(_batched(), 0, 12)
+    stopped, other = _train_batched(_batched(), 0, 7), _batched()
+    other[0].load_state_dict(stopped[0].state_dict())
+    other[1].load_state_dict(stopped[1].state_dict(stopped[0]), other[0])
+    _train_batched(other, 7, 12)
+    for one, expected in zip(other[0].parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(one, expected)

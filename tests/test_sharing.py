@@ -96,6 +96,30 @@ def test_own_and_shared_or_foreign_residuals_are_not_mixed(tmp_path: Path) -> No
         assert "loaded its own residuals: rank 0 has False, rank 1 has True" in mixed
 
 
+def _share_wrongly(rank: int) -> list[str]:
+    run, errors = Run().train(0, STOP), []
+    with pytest.raises(ValueError, match="module is None") as error:
+        powersgd.shared_state_dict(run.state, None if rank == 0 else run.ddp)  # type: ignore[arg-type]
+    errors.append(str(error.value))
+    saved = run.state.state_dict(run.ddp)
+    saved["rank"] = -1
+    saved["parameters"]["4.weight"]["loss_scale"] = 1.0 + rank
+    run.state.load_state_dict(saved, run.ddp)
+    with pytest.raises(ValueError, match="ranks disagree") as error:
+        powersgd.shared_state_dict(run.state, run.ddp)
+    return [*errors, str(error.value)]
+
+
+def test_a_wrong_module_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(_share_wrongly, 2)
+    assert first[0].startswith("module is None")
+    assert second[0].startswith("rank 0 of the group stopped: module is None")
+    # Of long tables only what differs.
+    assert first[1] == second[1]
+    assert "the saved parameters: 4.weight: rank 0 has" in first[1]
+    assert len(first[1]) < 500
+
+
 def _dcp(rank: int, directory: Path, how: str) -> dict[str, Any]:
     del rank
     run, shared = Run(), how == "shared"
